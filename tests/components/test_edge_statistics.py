@@ -32,6 +32,19 @@ def test_statistics_equal_their_definitions(E, V, columns, scale, cap) -> None:
     torch.testing.assert_close(found["mean_logits"].double(), logits.mean(1), rtol=0, atol=float(spread))
 
 
+def test_statistics_of_a_support() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=generator) for n in (2, 300))
+    logits = hidden @ weight.t()
+    label = logits[:, ::2].argmax(1) * 2  # the largest logit among even ids, and edge 1 has all ids
+    even = torch.arange(0, 300, 2)
+    found = edge_statistics(NAMES, hidden, weight, label, 256, support=torch.stack([even * 0, even]))
+    assert found["is_top1"].tolist() == [True, bool(logits[1].argmax() == label[1])]
+    want = torch.stack([x.softmax(0).square().sum().log() for x in (logits[0, ::2], logits[1])])
+    torch.testing.assert_close(found["log_sum_sq_probs"], want)
+    torch.testing.assert_close(found["mean_logits"], logits.mean(1))
+
+
 def test_only_the_chosen_statistics_are_computed_and_none_has_a_gradient() -> None:
     hidden, weight = torch.randn(3, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
     found = edge_statistics(["mean_logits"], hidden, weight, torch.zeros(3, dtype=torch.int64))

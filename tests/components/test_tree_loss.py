@@ -298,12 +298,14 @@ def test_merged_pairs_give_the_loss_of_all_pairs(reduction):
             for merges_pairs in (False, True):
                 batches = TreeBatch.from_plan(plan, "loss", merges_pairs)
                 logprobs = torch.linspace(-2, -1, len(tree), dtype=torch.float64).requires_grad_()
-                found = [loss(logprobs[batch.edge_token], batch, loss.normalizer(paths)) for batch in batches]
+                found = [
+                    loss(logprobs[batch.edge_number], batch, loss.normalizer(paths)) for batch in batches
+                ]
                 total = sum(value for value, _ in found)
                 metrics = {name: sum(sums[name].item() for _, sums in found) for name in found[0][1]}
                 results.append((total.item(), metrics, torch.autograd.grad(total, logprobs)[0]))
                 counted = [b.pairs.weight[b.pairs.path] * b.pairs.loss_mask > 0 for b in batches]
-                tokens = [b.edge_token[b.pairs.edge][c] for b, c in zip(batches, counted, strict=True)]
+                tokens = [b.edge_number[b.pairs.edge][c] for b, c in zip(batches, counted, strict=True)]
                 pair_tokens.append(torch.cat(tokens))
             assert torch.equal(pair_tokens[0].unique(), pair_tokens[1].sort().values)
             (want, metrics, gradient), (merged, merged_metrics, merged_gradient) = results

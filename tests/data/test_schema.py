@@ -240,6 +240,7 @@ def test_token_records_carry_every_field(tmp_path):
         "rollout_logprobs": [0, -1, -3],
         "advantage": [0, 1, 2],
         "policy_version": [3, 3, 4],
+        "sampling_mask": [None, None, [1, *ROW["tokens"][1:]]],
         "temperature": 0.7,
         "weight": 2,
         "preference": "chosen",

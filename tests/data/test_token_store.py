@@ -21,6 +21,10 @@ def assert_equal(ours: Any, theirs: Any, name: str) -> None:
     if isinstance(theirs, np.ndarray):
         assert ours.dtype == theirs.dtype, name
         np.testing.assert_array_equal(ours, theirs, name)
+    elif isinstance(theirs, tuple):
+        assert type(ours) is type(theirs), name
+        for mine, other in zip(ours, theirs, strict=True):
+            assert_equal(mine, other, name)
     else:
         assert ours == theirs, name
 
@@ -45,6 +49,9 @@ def with_fields(paths: list[TokenPath], draw: random.Random) -> list[TokenPath]:
         if number % 2 and n > 1:
             fields["routed_experts"] = [[[draw.randrange(4)], [draw.randrange(4)]] for _ in range(n - 1)]
             fields["ref_logprobs"] = None
+            fields["sampling_mask"] = [
+                [9, int(token)] if draw.random() < 0.7 else None for token in path.tokens
+            ]
         mask = [draw.choice([0, 1, 0.5]) for _ in range(n)]
         made.append(TokenPath(path.tokens, mask, draw.random(), id=f"é{number}\n", **fields))
     return made

@@ -167,7 +167,7 @@ def test_each_edge_and_pair_belongs_to_one_partition(edges):
         def rows(batch):
             predicts = batch.tokens[batch.edge_source], batch.layout.positions[batch.edge_source]
             edge = zip(
-                batch.edge_token.tolist(),
+                batch.edge_number.tolist(),
                 batch.edge_label.tolist(),
                 *(x.tolist() for x in predicts),
                 strict=True,
@@ -177,7 +177,7 @@ def test_each_edge_and_pair_belongs_to_one_partition(edges):
         def pairs(batch):
             p = batch.pairs
             of_path = (x[p.path].tolist() for x in (p.weight, p.loss_tokens))
-            return list(zip(batch.edge_token[p.edge].tolist(), p.loss_mask.tolist(), *of_path, strict=True))
+            return list(zip(batch.edge_number[p.edge].tolist(), p.loss_mask.tolist(), *of_path, strict=True))
 
         for of in (rows, pairs):
             assert sorted(row for batch in batches for row in of(batch)) == sorted(of(whole))

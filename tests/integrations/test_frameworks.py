@@ -26,8 +26,9 @@ from tests.support.framework_rows import (
 )
 from titan_tree.components.tree_loss import TreeLoss, register_loss
 from titan_tree.errors import UserError
-from titan_tree.integrations.frameworks import AReaL, PrimeRL, SkyRL, Slime, make_trees
+from titan_tree.integrations.frameworks import AReaL, PrimeRL, SkyRL, Slime
 from titan_tree.tree.batch import PathPairs
+from titan_tree.tree.token_tree import TokenTree
 
 
 def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -210,6 +211,34 @@ def test_prime_rl_records_experts() -> None:
     assert (path.routed_experts[2:] == -1).all()
 
 
+def test_the_frameworks_record_sampling_masks() -> None:
+    """Every response keeps two ids at its even tokens, and the whole vocabulary, or nothing, elsewhere."""
+    kept = [[[t, 1] if i % 2 == 0 else [] for i, t in enumerate(r)] for r in RESPONSES]
+    rows, slime = training_samples(), train_data()
+    slime |= {"rollout_top_p_token_ids": [], "rollout_top_p_token_offsets": []}
+    for row, prompt, ids in zip(rows, PROMPTS, kept, strict=True):
+        counts = np.array([0] * len(prompt) + list(map(len, ids)), np.int32)
+        flat = np.array([i for kept_ids in ids for i in kept_ids], np.int32)
+        row.sampling_mask = SimpleNamespace(ids=flat.tobytes(), counts=counts.tobytes(), logprobs=None)
+        slime["rollout_top_p_token_ids"].append(torch.from_numpy(flat))
+        slime["rollout_top_p_token_offsets"].append(torch.tensor([0, *counts[len(prompt) :].cumsum()]))
+    support = [np.array([x or [-1, -1] for x in ids], np.int32) for ids in kept]
+    for paths in (
+        PrimeRL.to_paths(rows),
+        SkyRL.to_paths(generator_output() | {"rollout_sample_support": support}),
+        Slime.to_paths(slime),
+    ):
+        for path, prompt, ids, mask in zip(paths, PROMPTS, kept, MASKS, strict=True):
+            found = [x.tolist() for x in path.sampling_mask.by_token()]
+            assert found == [[]] * len(prompt) + [x if m else [] for x, m in zip(ids, mask, strict=True)]
+    rows[0].sampling_mask.counts = b""
+    expected = (
+        f"row 0: sampling_mask: expected the count of ids of {len(rows[0].token_ids)} tokens, and all ids"
+    )
+    with pytest.raises(UserError, match=expected):
+        PrimeRL.to_paths(rows)
+
+
 def test_samples_that_prime_rl_does_not_train_have_no_advantage() -> None:
     rows = training_samples()
     rows[0].advantages, rows[0].mask = None, [False] * len(rows[0].mask)
@@ -267,7 +296,7 @@ def test_steps_of_a_skyrl_trajectory_are_one_rollout() -> None:
     }
     paths = SkyRL.to_paths(output)
     assert [path.rollout_tokens for path in paths] == [4, 4, 4, 2]
-    stats = make_trees(paths)[0].stats
+    stats = TokenTree.from_paths(paths).stats
     assert (stats.n_flat, stats.n_tree) == (17, 6 + 2 + 1)  # 1 to 6, then 7 and 8, then 9
     assert {path.rollout_tokens for path in SkyRL.to_paths(output | {"trajectory_ids": None})} == {1, 2}
 
@@ -555,11 +584,11 @@ def test_rows_of_other_types_are_refused_in_one_line(make: Callable[[], Any], me
         ),
         (
             lambda: PrimeRL.to_paths(training_samples(trace_id="t", branch_index=0, sampling_mask=b"x")),
-            "row 0: sampling_mask: log-probs under nucleus sampling are not supported",
+            "row 0: sampling_mask: expected a dict or an object with fields, got b'x'",
         ),
         (
             lambda: SkyRL.to_paths(generator_output() | {"rollout_sample_support": [[1]] * 5}),
-            "output: rollout_sample_support: log-probs under nucleus sampling are not supported",
+            r"row 0: rollout_sample_support: expected shape \[7, top_k\], got \[1\]",
         ),
         (
             lambda: SkyRL.to_paths(generator_output() | {"is_hinted": [True] * 5}),
@@ -572,7 +601,7 @@ def test_rows_of_other_types_are_refused_in_one_line(make: Callable[[], Any], me
         (lambda: Slime.to_paths([vars(samples()[0]) | {"new": 1}]), "sample 0: new: unknown field"),
         (
             lambda: Slime.to_paths([vars(samples()[0]) | {"rollout_top_p_token_ids": [1]}]),
-            "sample 0: rollout_top_p_token_ids: log-probs under nucleus sampling are not supported",
+            "sample 0: rollout_top_p_token_offsets: missing",
         ),
         (
             lambda: Slime.to_paths([vars(samples()[0]) | {"loss_mask": [1]}]),

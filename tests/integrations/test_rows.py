@@ -71,9 +71,8 @@ def test_row_loss_equals_the_loss_of_every_row_alone(
         loss,
         partitioner=None if max_tokens is None else TreePartitioner("redundancy_free", max_tokens),
     )
-    prepared = step.prepare([rows.trees])
-    # Rows of one temperature share the trunk: once for 0.7, else once for each temperature.
-    assert prepared.counts.distinct_tokens == (31 if temperatures[0] == temperatures[1] else 40)
+    prepared = step.prepare([[rows.tree]])
+    assert prepared.counts.distinct_tokens == 31  # rows of all temperatures share the trunk
     assert (prepared.counts.forwards > 1) == (max_tokens is not None)
     result = step.run(prepared)
     torch.testing.assert_close(result.loss, want.detach(), rtol=1e-5, atol=0)
@@ -117,7 +116,7 @@ def test_an_entropy_that_the_loss_does_not_use_has_no_gradient() -> None:
         model = TransformersModel(hf_family("qwen3"))
         loss = RowLoss(rows, lambda logprobs, _: logprobs.square().sum(), entropy)
         step = TreeStep(model, loss, partitioner=TreePartitioner("redundancy_free", 8))
-        step.run(step.prepare([rows.trees]))
+        step.run(step.prepare([[rows.tree]]))
         gradients.append([p.grad for p in model.parameters()])
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
@@ -129,7 +128,7 @@ def test_find_cause_names_the_row() -> None:
         TransformersModel(hf_family("qwen3")),
         RowLoss(rows, lambda logprobs, _: logprobs[3].sum() * torch.inf),
     )
-    assert step.find_cause(step.prepare([rows.trees])).endswith("not finite: 3")
+    assert step.find_cause(step.prepare([[rows.tree]])).endswith("not finite: 3")
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_a_siblings_tokens_do_not_leak():
         tree_batch([[TokenPath(trunk + left), TokenPath(trunk + right)]]) for right in ([2, 6, 5], [7, 7, 7])
     ]
     first, second = (model(batch).logprobs for batch in batches)
-    on_left = [i for i, token in enumerate(batches[0].edge_token.tolist()) if token < len(trunk + left)]
+    on_left = [i for i, edge in enumerate(batches[0].edge_number.tolist()) if edge < len(trunk + left) - 1]
     assert len(on_left) == 5
     assert torch.equal(first[on_left], second[on_left])
     assert not torch.equal(first, second)

@@ -47,6 +47,7 @@ def write_rows(file: Path, seed: int = 0, *, advantages: bool = True, pairs: boo
                     "temperature": 1.0 if group else 0.7,
                     "reward": 1 if group == 4 and sample else draw.choice([0, 0.1, 1]),
                     "policy_version": [None] * len(prompt) + [4] * len(answer),
+                    "sampling_mask": None if group < 4 else [None] * len(prompt) + [[i] for i in answer],
                     "rollout_logprobs": [None] * len(prompt) + [draw.uniform(-4.4, -3.9) for _ in answer],
                 }
             )
@@ -83,6 +84,9 @@ def alone(model, path: TokenPath) -> np.ndarray:
     with torch.no_grad():
         (logprobs,) = tree_logprobs(model, [path.tokens.tolist()], temperature=path.temperature)
     values = np.concatenate([[np.nan], logprobs.numpy()]).astype(np.float32)
+    if path.sampling_mask is not None:
+        assert path.sampling_mask.sizes.tolist() == (path.loss_mask > 0).tolist()
+        values *= path.loss_mask == 0  # the only id that was kept has the probability 1
     return np.where(path.loss_mask > 0, values, np.nan)
 
 
@@ -100,7 +104,9 @@ def test_every_sample_keeps_its_fields_and_gets_its_log_probs(tmp_path, max_toke
         assert len(old) == len(new)
         for a, b in zip(old, new, strict=True):
             for field in fields(TokenPath):
-                if field.name not in ("id", "pair", "old_logprobs"):
+                if field.name == "sampling_mask" and a.sampling_mask is not None:
+                    assert list(map(list, a.sampling_mask)) == list(map(list, b.sampling_mask))
+                elif field.name not in ("id", "pair", "old_logprobs"):
                     np.testing.assert_array_equal(getattr(a, field.name), getattr(b, field.name), field.name)
             assert a.id == b.id or a.id == "same"
             assert a.pair.removeprefix(old_id) == b.pair.removeprefix(new_id)

@@ -10,9 +10,10 @@ from tests.support.hf_families import VOCAB, hf_family
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.engine.tree_step import TreeStep
-from titan_tree.integrations.frameworks import make_trees, score_paths
+from titan_tree.integrations.frameworks import score_paths
 from titan_tree.models.transformers import TransformersModel
 from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
 
 DRAW = torch.Generator().manual_seed(0)
 
@@ -88,7 +89,7 @@ def check_step(paths: Sequence[TokenPath], loss: TreeLoss, formula: Callable[[li
         model = TransformersModel(hf)
         partitioner = None if max_tokens is None else TreePartitioner("redundancy_free", max_tokens)
         step = TreeStep(model, loss, partitioner=partitioner)
-        result = step.run(step.prepare([make_trees(paths)]))
+        result = step.run(step.prepare([[TokenTree.from_paths(paths)]]))
         torch.testing.assert_close(result.loss, want.detach(), rtol=1e-5, atol=1e-6)
         for parameter in model.parameters():
             expected = gradients[names[id(parameter)]]

@@ -84,6 +84,21 @@ def test_one_policy_version_or_one_per_token():
             {"old_logprobs": [0, 0.9]},
             "old_logprobs: expected log-probs, which are at most 0, got 0.9 at token 1; these may be",
         ),
+        (
+            {"sampling_mask": [None, [5, 7]]},
+            r"sampling_mask of token 1: expected the sampled id 6 among the ids",
+        ),
+        (
+            {"sampling_mask": [[6]]},
+            "sampling_mask: expected 2 lists of token ids, one per token, got 1 lists of 1",
+        ),
+        (
+            {"sampling_mask": [6, 7]},
+            r"sampling_mask: expected a list of token ids for each token, got \[6, 7\]",
+        ),
+        ({"sampling_mask": [[5], [6.5]]}, "sampling_mask: expected integer ids, got dtype float64"),
+        ({"sampling_mask": [[5], [6, -1]]}, r"sampling_mask: expected ids from 0 to 2\*\*31 - 1, got -1"),
+        ({"sampling_mask": "ab"}, "sampling_mask: expected a list of token ids for each token, got 'ab'"),
         ({"temperature": 1e-46}, "temperature: expected a number > 0 and up to 1e12, got 1e-46"),
         ({"temperature": 0}, "temperature: expected a number > 0 and up to 1e12, got 0"),
         ({"temperature": math.inf}, "temperature: expected a number > 0 and up to 1e12, got inf"),

@@ -71,15 +71,14 @@ class StepAssignment:
 def may_split(tree: TokenTree) -> bool:
     """Returns whether a tree may be split: that must neither hide an error of the tree nor change its loss.
 
-    A batch refuses paths that count the same token at different temperatures, and paths of which only some
-    have a field. Pieces of such a tree might pass, so it stays whole. The paths of a preference pair stay
-    together.
+    A batch refuses paths of which only some have a field. Pieces of such a tree might pass, so it stays
+    whole. The paths of a preference pair stay together.
     """
     return len(set(map(_traits, tree.paths))) == 1 and tree.paths[0].preference is None
 
 
 def _traits(path: TokenPath) -> tuple[object, ...]:
-    return path.temperature, *(getattr(path, name) is None for name in (*PER_TOKEN, "policy_version"))
+    return tuple(getattr(path, name) is None for name in (*PER_TOKEN, "policy_version"))
 
 
 @dataclass(frozen=True)

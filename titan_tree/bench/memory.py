@@ -211,7 +211,7 @@ def tree_megabytes(batches: Sequence[TreeBatch], model: TreeModel, device: torch
     for batch in batches:
         layout = model.prepare(batch.layout.to(device))
         plan = tensor_bytes((layout.attention_plan, layout.conv_index))
-        edges = (batch.edge_source, batch.edge_label, batch.edge_token, batch.edge_temperature)
+        edges = (batch.edge_source, batch.edge_label, batch.edge_number, batch.edge_temperature)
         sizes["layout"] += tensor_bytes(batch.layout)
         sizes["plan"] += plan
         sizes["edges"] += tensor_bytes(edges)

@@ -11,7 +11,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from titan_tree.components.logprobs import BLOCK_ELEMENTS, EMPTY, block_logits, vocabulary_blocks
+from titan_tree.components.logprobs import (
+    BLOCK_ELEMENTS,
+    EMPTY,
+    block_logits,
+    remove_outside,
+    vocabulary_blocks,
+)
 
 Statistic = Literal["is_top1", "mean_logits", "log_sum_sq_probs"]
 
@@ -24,6 +30,7 @@ def edge_statistics(
     label: Tensor,
     block_elements: int = BLOCK_ELEMENTS,
     cap: Tensor | None = None,
+    support: Tensor | None = None,
 ) -> dict[Statistic, Tensor]:
     """Returns the chosen statistics of each edge's distribution by name, without gradients.
 
@@ -33,7 +40,7 @@ def edge_statistics(
     Args:
         names: any of
             "is_top1": [E] bool, whether no token has a larger logit than the edge's label;
-            "mean_logits": [E] fp32 (fp64 for fp64 inputs), the mean of the logits over the vocabulary;
+            "mean_logits": [E] fp32 (fp64 for fp64 inputs), the mean of the logits over the whole vocabulary;
             "log_sum_sq_probs": [E] likewise, log sum_v p_v^2 (WPO, arXiv:2406.11827).
     """
     zero = torch.zeros(
@@ -43,13 +50,14 @@ def edge_statistics(
     lse, log_squares = zero + EMPTY, zero + EMPTY
     for start, end in vocabulary_blocks(weight, len(hidden), block_elements):
         logits, column = block_logits(hidden, weight[start:end], cap), label - start
+        if "mean_logits" in names:
+            total = total + logits.sum(1)
+        remove_outside(logits, support, start)
         if "is_top1" in names:
             peak = torch.maximum(peak, logits.amax(1))
             inside = (column >= 0) & (column < end - start)
             logit_inside = logits.gather(1, column.clamp(0, end - start - 1)[:, None])[:, 0]
             label_logit = torch.where(inside, logit_inside, label_logit)
-        if "mean_logits" in names:
-            total = total + logits.sum(1)
         if "log_sum_sq_probs" in names:
             # Probabilities of a block are relative to its own sum, so no large logits cancel.
             block_lse = logits.logsumexp(1)

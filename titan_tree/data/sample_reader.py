@@ -23,7 +23,6 @@ from titan_tree.data.readers import Record
 from titan_tree.data.readers.chat import marked
 from titan_tree.data.schema import (
     KNOWN,
-    LOGPROB_FIELDS,
     PATH_FIELDS,
     TOKEN_FIELDS,
     TRAJECTORY_KINDS,
@@ -306,7 +305,7 @@ def _trained_turns(
 
 def _token_path(name: str, kind: str, record: Record) -> TokenPath:
     """Returns the path of a trajectory whose field ``kind`` holds token ids; no loss on filtered ones."""
-    fields = present_fields(record, ("loss_mask", *LOGPROB_FIELDS, "routed_experts", *PATH_FIELDS))
+    fields = present_fields(record, (*TOKEN_FIELDS, *PATH_FIELDS))
     if isinstance(encoded := fields.get("routed_experts"), str):
         fields["routed_experts"] = _decode_array("routed_experts", encoded)
     path = TokenPath(record[kind], id=name, **fields)

@@ -6,7 +6,7 @@ trajectories can have:
 
     {"messages": [...], "tools"?, "turns"?, ...}                        a conversation
     {"tokens" or "input_ids": [...], "loss_mask"?, "old_logprobs"?, "ref_logprobs"?, "rollout_logprobs"?,
-     "routed_experts"?, ...}                                            token ids
+     "routed_experts"?, "sampling_mask"?, ...}                          token ids
     {"trajectories": [trajectories of either kind], "tools"?, "turns"?, ...} a task
 
 docs/fields.md describes all fields. Every other field is an error, unless it is one of ``BOOKKEEPING`` or
@@ -25,7 +25,7 @@ from titan_tree.tree.paths import LOGPROBS
 
 TRAJECTORY_KINDS = ("messages", "tokens", "input_ids")  # a trajectory has exactly one of these fields
 LOGPROB_FIELDS = (*LOGPROBS, *(f"shifted_{name}" for name in LOGPROBS))
-TOKEN_FIELDS = ("loss_mask", *LOGPROB_FIELDS, "routed_experts")  # only beside token ids
+TOKEN_FIELDS = ("loss_mask", *LOGPROB_FIELDS, "routed_experts", "sampling_mask")  # only beside token ids
 PATH_FIELDS = ("weight", "advantage", "temperature", "policy_version")  # of the TokenPaths of any trajectory
 OWN_FIELDS = (  # of trajectories, not of tasks
     *("id", "group_id", "rollout_id", "reward", "preference", "pair", "finish_reason"),

@@ -18,6 +18,7 @@ import numpy as np
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.routed_experts import RoutedExperts
+from titan_tree.tree.sampling_masks import SamplingMask
 from titan_tree.tree.token_tree import TokenTree
 
 TREE_ARRAYS = (
@@ -86,7 +87,8 @@ def tree_from_bytes(content: bytes | memoryview) -> TokenTree:
 
 
 # How the values of a field are stored, one value per path: "none" (all None), "values" (strings or numbers,
-# in JSON), "dense" (arrays, one after another) or "runs" (arrays with one number per token that repeats).
+# in JSON), "dense" (arrays, one after another), "runs" (arrays with one number per token that repeats) or
+# "ragged" (sampling masks: their sizes as a field of its own, and all ids).
 
 
 def _encode(name: str, values: list[Any], arrays: dict[str, np.ndarray]) -> dict[str, object]:
@@ -94,6 +96,10 @@ def _encode(name: str, values: list[Any], arrays: dict[str, np.ndarray]) -> dict
     present = [value for value in values if value is not None]
     if not present:
         return {"kind": "none"}
+    if isinstance(present[0], SamplingMask):
+        sizes = [None if mask is None else mask.sizes for mask in values]
+        arrays[f"{name}.ids"] = np.concatenate([mask.ids for mask in present])
+        return {"kind": "ragged", "sizes": _encode(f"{name}.sizes", sizes, arrays)}
     if not isinstance(present[0], np.ndarray):
         return {"kind": "values", "values": values}
     missing = [index for index, value in enumerate(values) if value is None]
@@ -116,6 +122,11 @@ def _decode(
         return [None] * num_paths
     if description["kind"] == "values":
         return description["values"]
+    if description["kind"] == "ragged":
+        sizes = _decode(f"{name}.sizes", description["sizes"], arrays, path_offsets)
+        ends = np.cumsum([0 if of_path is None else of_path.sum() for of_path in sizes])
+        ids = np.split(arrays[f"{name}.ids"], ends[:-1])
+        return [None if size is None else SamplingMask(size, i) for size, i in zip(sizes, ids, strict=True)]
     if description["kind"] == "dense":
         flat = arrays[f"{name}.dense"]
     else:

@@ -108,7 +108,7 @@ def batches_for_loss(
         group: the ranks that share the tokens. Collective.
     """
     if whole is not None:
-        yield whole, join_outputs(outputs, whole.edge_token, group)
+        yield whole, join_outputs(outputs, len(whole.edge_label), group)
         return
     for batch, out in outputs:
         if not batch.is_dummy:
@@ -117,24 +117,24 @@ def batches_for_loss(
 
 def join_outputs(
     outputs: Iterable[tuple[TreeBatch, ModelOutput]],
-    edge_token: Tensor,
+    num_edges: int,
     group: dist.ProcessGroup | None = None,
 ) -> ModelOutput:
     """Joins the scores of all partitions of a micro-batch, and of all ranks that share its tokens.
 
     Args:
-        edge_token: [E] of the micro-batch as a single batch, on the same device, see ``TreeBatch``.
+        num_edges: E of the micro-batch as a single batch.
         group: the ranks that share the tokens. Collective.
     Returns:
         Log-probs, and entropies and statistics if the outputs have them, [E] each, in the order of
-        ``edge_token``. Differentiable, see ``join``.
+        ``edge_number``. Differentiable, see ``join``.
     """
     # Without exports, which would keep the keys of all partitions in memory.
-    scored = [(batch.edge_token, out._replace(exports=None)) for batch, out in outputs if not batch.is_dummy]
-    index = torch.searchsorted(edge_token, torch.cat([tokens for tokens, _ in scored]))
+    scored = [(batch.edge_number, out._replace(exports=None)) for batch, out in outputs if not batch.is_dummy]
+    index = torch.cat([numbers for numbers, _ in scored])
 
     def joined(values: Iterable[Tensor]) -> Tensor:
-        return join(torch.cat(list(values)), index, len(edge_token), group)
+        return join(torch.cat(list(values)), index, num_edges, group)
 
     _, first = scored[0]
     return ModelOutput(

@@ -85,13 +85,11 @@ def whole_path_loss(
     gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     named = zip(leaves, gradients, strict=True)
     derivatives = {name: gradient for name, gradient in named if gradient is not None}
-    edge_token = unpartitioned.edge_token
 
     def partition_loss(batch: TreeBatch, out: ModelOutput) -> Tensor:
         if batch.is_dummy:
             return out.logprobs.sum() * 0.0
-        index = torch.searchsorted(edge_token, batch.edge_token)
-        terms = [(d[index] * getattr(out, name)).sum() for name, d in derivatives.items()]
+        terms = [(d[batch.edge_number] * getattr(out, name)).sum() for name, d in derivatives.items()]
         return torch.stack(terms).sum()
 
     return partition_loss
@@ -174,7 +172,7 @@ class StepRun:
             for _ in outputs:
                 pass
             return
-        scores = join_outputs(outputs, whole.edge_token, self.model.sequence_group)
+        scores = join_outputs(outputs, len(whole.edge_label), self.model.sequence_group)
         self._whole_path_losses[i] = whole_path_loss(scores, whole, self._add_whole_paths)
 
     def train(self, i: int, is_last: bool) -> None:
@@ -231,7 +229,7 @@ class StepRun:
         if (partition_loss := self._whole_path_losses.get(i)) is not None:
             return partition_loss(batch, out)
         if (whole := self._whole(i)) is not None:  # other ranks have the rest of its tokens
-            scores = join_outputs([(batch, out)], whole.edge_token, self.model.sequence_group)
+            scores = join_outputs([(batch, out)], len(whole.edge_label), self.model.sequence_group)
             return self._add_whole_paths(scores, whole)
         if batch.is_dummy or not len(batch.edge_label):
             return out.logprobs.sum() * 0.0  # the batch scores nothing, but its backward pass has collectives

@@ -12,8 +12,8 @@ docs/frameworks.md lists the fields. No framework is imported.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from titan_tree.models.tree_model import TreeModel
 from titan_tree.scoring.score_trees import PathScores, score_trees
 from titan_tree.tree.path_fields import FLOAT32_MAX, number
 from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.sampling_masks import SamplingMask
 from titan_tree.tree.token_tree import TokenTree
 
 NAN = float("nan")
@@ -48,7 +49,7 @@ PER_RESPONSE = {
 def score_paths(
     model: TreeModel, paths: Sequence[TokenPath], max_tokens: int | None = None, entropies: bool = False
 ) -> list[PathScores]:
-    """Returns the scores of all tokens of ``paths`` at each path's temperature, see ``score_trees``.
+    """Returns the scores of all tokens of ``paths``, in the paths' distributions, see ``score_trees``.
 
     Args:
         model: may be sharded over ranks. Every rank then makes the same call, with its own paths.
@@ -56,26 +57,13 @@ def score_paths(
         max_tokens: maximum tokens of one forward pass; larger trees run in partitions. None: no limit.
         entropies: also return the entropies of the distributions.
     """
-    trees = make_trees(
-        TokenPath(path.tokens, temperature=path.temperature, id=str(number))
-        for number, path in enumerate(paths)
-    )
+    scored = [
+        TokenPath(path.tokens, temperature=path.temperature, sampling_mask=path.sampling_mask, id=path.id)
+        for path in paths
+    ]
+    trees = [TokenTree.from_paths(scored)] if scored else []
     partitioner = None if max_tokens is None else TreePartitioner("auto", max_tokens)
-    tree_scores = score_trees(model, trees, max_tokens, partitioner, entropies=entropies)
-    by_number = {
-        int(path.id): path_scores
-        for tree, scores in zip(trees, tree_scores, strict=True)
-        for path, path_scores in zip(tree.paths, scores, strict=True)
-    }
-    return [by_number[number] for number in range(len(paths))]
-
-
-def make_trees(paths: Iterable[TokenPath]) -> list[TokenTree]:
-    """Returns the trees of ``paths``: one forest for each temperature."""
-    by_temperature: dict[float, list[TokenPath]] = {}
-    for path in paths:
-        by_temperature.setdefault(path.temperature, []).append(path)
-    return [TokenTree.from_paths(group) for group in by_temperature.values()]
+    return list(chain.from_iterable(score_trees(model, trees, max_tokens, partitioner, entropies=entropies)))
 
 
 IMAGES = "expected text only"
@@ -94,11 +82,10 @@ AREAL = Fields(
 )
 PRIME_RL = Fields(  # the names of a TrainingSample, and then those of a MicroBatch that differ
     "token_ids=tokens position_ids mask=loss_mask advantages=advantage rl_weights ref_logprobs "
-    "logprobs=rollout_logprobs routed_experts temperatures=temperature "
+    "logprobs=rollout_logprobs routed_experts sampling_mask temperatures=temperature "
     "input_ids=tokens loss_mask inference_logprobs=rollout_logprobs",
     "env_name env_names sequence_lengths seq_lens lora_num_tokens rewards trace_id branch_index",
     {
-        "sampling_mask": "log-probs under nucleus sampling are not supported; sample with top_p = 1",
         "mm_refs mm_kwargs mm_token_type_ids": IMAGES,
         "ce_weights ref_kl_weights sdpo_weights": "only the component rl of the loss is supported; train the "
         "others in a step of their own",
@@ -108,10 +95,10 @@ SKYRL = Fields(
     "prompt_token_ids=prompt response_ids=response loss_masks=loss_mask stop_reasons=mark "
     "advantages=advantage "
     "action_log_probs=old_logprobs base_action_log_probs=ref_logprobs rollout_logprobs "
-    "rollout_expert_indices=routed_experts trajectory_ids=rollout_id",
-    "rewards rollout_metrics is_last_step trajectory_generation_times trajectory_time_splits",
+    "rollout_expert_indices=routed_experts rollout_sample_support=support trajectory_ids=rollout_id",
+    "rewards rollout_metrics is_last_step trajectory_generation_times trajectory_time_splits "
+    "rollout_sample_support_logprobs",
     {
-        "rollout_sample_support": "log-probs under nucleus sampling are not supported; sample with top_p = 1",
         "pixel_values image_grid_thw": IMAGES,
         "is_hinted": "samples with hints are not supported; remove them, or the field",
     },
@@ -119,15 +106,14 @@ SKYRL = Fields(
 _SLIME = (
     "tokens advantages=advantage rewards=reward log_probs=old_logprobs ref_log_probs=ref_logprobs "
     "rollout_log_probs=rollout_logprobs rollout_routed_experts=routed_experts weight_versions "
-    "rollout_mask_sums=rollout_tokens "
+    "rollout_mask_sums=rollout_tokens rollout_top_p_token_ids=kept_ids "
+    "rollout_top_p_token_offsets=kept_offsets "
 )
 SLIME_SAMPLE = Fields(
     _SLIME + "response_length loss_mask status=mark remove_sample rollout_id index",
     "group_index prompt response label reward metadata session_id generate_function_path "
     "custom_rm_path apply_chat_template_kwargs non_generation_time spec_info prefix_cache_info",
     {
-        "rollout_top_p_token_ids rollout_top_p_token_offsets": "log-probs under nucleus sampling are not "
-        "supported; sample with rollout_top_p = 1",
         "multimodal_inputs multimodal_train_inputs": IMAGES,
         "teacher_log_probs mopd_teacher_log_probs": TEACHER,
         "train_metadata": PER_SAMPLE_LOSS,
@@ -417,6 +403,7 @@ def _prime_rl_paths(row: Row) -> Iterator[TokenPath]:
         values["old_logprobs"] = values["rollout_logprobs"]
     if "routed_experts" in row:
         values["routed_experts"] = _prime_rl_experts(row)
+    mask = _prime_rl_mask(row, size) if "sampling_mask" in row else None
     is_packed = row.names["tokens"] == "input_ids"
     for index, (start, end) in enumerate(pairwise([*_prime_rl_starts(row), size])):
         part, name = slice(start, end), f"{row.where}.{index}" if is_packed else row.where
@@ -430,6 +417,8 @@ def _prime_rl_paths(row: Row) -> Iterator[TokenPath]:
                 )
             temperature = trained.pop() if trained else 1.0
         fields: Values = {field: array[part] for field, array in values.items()}
+        if mask is not None:
+            fields["sampling_mask"] = mask.of_tokens(np.arange(start, end))
         yield TokenPath(tokens[part], temperature=temperature, id=name, **fields)
 
 
@@ -447,6 +436,22 @@ def _prime_rl_experts(row: Row) -> np.ndarray:
         raise row.error("routed_experts", f"expected integers [T, L, k], got {error}") from None
     is_padding = (experts == 0).all((1, 2)) & (experts.shape[2] > 1)
     return np.where(is_padding[:, None, None], -1, experts.astype(np.int64))
+
+
+def _prime_rl_mask(row: Row, size: int) -> SamplingMask:
+    """Returns the mask in prime-rl's SamplingMask, whose ids and counts are bytes of int32."""
+    fields = dict(items_of(row["sampling_mask"], f"{row.where}: sampling_mask"))
+    try:
+        mask = SamplingMask(*(np.frombuffer(fields[name], np.int32) for name in ("counts", "ids")))
+        if len(mask.sizes) != size or mask.sizes.min() < 0 or mask.sizes.sum() != len(mask.ids):
+            raise ValueError(
+                f"{len(mask.sizes)} counts with a sum of {mask.sizes.sum()}, and {len(mask.ids)} ids"
+            )
+    except (KeyError, TypeError, ValueError) as error:
+        raise row.error(
+            "sampling_mask", f"expected the count of ids of {size} tokens, and all ids, got {error}"
+        ) from None
+    return mask
 
 
 def _skyrl_rows(output: Mapping[str, object]) -> list[Row]:
@@ -521,6 +526,8 @@ def _response_path(row: Row, temperature: float) -> TokenPath:
             values[name] = np.concatenate([prompt, row.numbers(name, size)])
     if "routed_experts" in row:
         values["routed_experts"] = row.integers("routed_experts")
+    if (kept := _kept_ids(row, size)) is not None:
+        values["sampling_mask"] = [None] * (len(tokens) - size) + kept
     values["policy_version"] = row.get("policy_version")
     path = TokenPath(tokens, temperature=temperature, id=row.where, **values)
     if "mark" in row:
@@ -529,6 +536,25 @@ def _response_path(row: Row, temperature: float) -> TokenPath:
             if ending(mark, row.names["mark"]) == "filtered":
                 path.loss_mask = np.zeros_like(path.loss_mask)
     return path
+
+
+def _kept_ids(row: Row, size: int) -> list[list[int]] | None:
+    """Returns the ids that sampling kept for each token of the response, or None if the row has none."""
+    if "support" in row:  # SkyRL pads [size, top_k] with -1
+        support = row.integers("support")
+        if support.ndim != 2 or len(support) != size:
+            raise row.error("support", f"expected shape [{size}, top_k], got {list(support.shape)}")
+        return [ids[ids >= 0].tolist() for ids in support]
+    if "kept_ids" not in row and "kept_offsets" not in row:
+        return None
+    ids, offsets = row.integers("kept_ids"), row.integers("kept_offsets")  # of slime
+    sizes = np.diff(offsets)
+    if len(sizes) != size or offsets[0] or offsets[-1] != len(ids) or sizes.min(initial=0) < 0:
+        raise row.error(
+            "kept_offsets",
+            f"expected {size + 1} ascending offsets from 0 to {len(ids)}, got {offsets.tolist()}",
+        )
+    return [part.tolist() for part in np.split(ids, offsets[1:-1])]
 
 
 def _of_responses(values: Sequence[Tensor], rows: Sequence[Row]) -> list[Tensor]:

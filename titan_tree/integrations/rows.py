@@ -1,10 +1,10 @@
 """Rows: what all integrations share. The rows of a framework's batch become a forest, and values come back.
 
-    rows [B, T] or jagged -> Rows -> trees, or one TreeBatch -> values per edge [E] -> values per row token
+    rows [B, T] or jagged -> Rows -> a tree, or one TreeBatch -> values per edge [E] -> values per row token
 
 Two ways lead from rows to gradients. In one pass, ``Rows.batch`` runs through a model, ``Rows.by_token``
 returns differentiable log-probs, and the framework computes its loss and calls backward. With partitions,
-``TreeStep`` runs forward and backward passes on ``Rows.trees`` with a ``RowLoss``.
+``TreeStep`` runs forward and backward passes on ``Rows.tree`` with a ``RowLoss``.
 
 S tokens of all rows together, padding included; E edges and F (edge, path) pairs of the batch.
 """
@@ -29,7 +29,7 @@ from titan_tree.tree.token_tree import TokenTree
 class Rows:
     """The rows of a framework's batch, merged by equal prefixes. Every distinct token is computed once.
 
-    Make them with ``padded`` or ``jagged``. Rows of different temperatures share no tokens.
+    Make them with ``padded`` or ``jagged``.
 
     >>> tokens = torch.tensor([[0, 5, 6, 7], [5, 6, 8, 0]])
     >>> rows = Rows.padded(tokens, real=tokens > 0)
@@ -41,7 +41,7 @@ class Rows:
             [-0.1000, -0.3000,  0.0000,  0.0000]])
     """
 
-    trees: tuple[TokenTree, ...]  # one for each temperature
+    tree: TokenTree
     index: Tensor  # [F] int64: of each pair, the index of the token that predicts among the S tokens
     shape: torch.Size  # shape of the framework's tokens: [B, T] or [S]
 
@@ -89,7 +89,7 @@ class Rows:
 
     def batch(self) -> TreeBatch:
         """Returns the rows as a batch for one forward pass, with the edges that ``scored`` chose."""
-        return TreeBatch.from_trees(self.trees, edges="loss")
+        return TreeBatch.from_trees([self.tree], edges="loss")
 
     def by_token(self, values: Tensor, batch: TreeBatch) -> Tensor:
         """Returns the values of edges for every token of the rows, in the shape of the framework's tokens.
@@ -99,7 +99,7 @@ class Rows:
 
         Args:
             values: [E].
-            batch: the result of ``batch``, or TreeStep's batch of ``trees``, on the device of ``values``.
+            batch: the result of ``batch``, or TreeStep's batch of ``tree``, on the device of ``values``.
         """
         index = self.index.to(values.device)
         flat = values.new_zeros(self.shape.numel()).index_put((index,), values[batch.pairs.edge])
@@ -109,8 +109,8 @@ class Rows:
 class RowLoss(TreeLoss):
     """Any loss of the log-probs of rows, for ``TreeStep(model, RowLoss(rows, function))``.
 
-    ``TreeStep.run(step.prepare([rows.trees]))`` then adds the gradient of the loss to ``parameter.grad``. The
-    loss may depend on all rows: TreeStep scores trees that are partitioned in a pass of their own.
+    ``TreeStep.run(step.prepare([[rows.tree]]))`` then adds the gradient of the loss to ``parameter.grad``.
+    The loss may depend on all rows: TreeStep scores trees that are partitioned in a pass of their own.
 
     Args:
         rows: the rows of the only micro-batch of the step.
@@ -187,13 +187,9 @@ def _make_rows(
     mask = np.ones(len(flat), bool) if scored is None else scored.flatten().bool().cpu().numpy()
     temperatures = torch.as_tensor(temperature, dtype=torch.float32).cpu().expand(len(first)).numpy()
     spans = [slice(start, start + length) for start, length in zip(first, lengths, strict=True)]
-    by_temperature: dict[float, list[TokenPath]] = {}
-    pairs: dict[float, list[np.ndarray]] = {}
-    for row, (span, value) in enumerate(zip(spans, temperatures.tolist(), strict=True)):
-        path = TokenPath(flat[span], loss_mask=mask[span], temperature=value, id=str(row))
-        by_temperature.setdefault(value, []).append(path)
-        # Nothing predicts the first token of a row.
-        pairs.setdefault(value, []).append(span.start + mask[span][1:].nonzero()[0])
-    index = [indices for group in pairs.values() for indices in group]
-    trees = tuple(map(TokenTree.from_paths, by_temperature.values()))
-    return Rows(trees, torch.from_numpy(np.concatenate(index)), tokens.shape)
+    paths = [
+        TokenPath(flat[span], loss_mask=mask[span], temperature=value, id=str(row))
+        for row, (span, value) in enumerate(zip(spans, temperatures.tolist(), strict=True))
+    ]
+    index = [span.start + mask[span][1:].nonzero()[0] for span in spans]  # nothing predicts a first token
+    return Rows(TokenTree.from_paths(paths), torch.from_numpy(np.concatenate(index)), tokens.shape)

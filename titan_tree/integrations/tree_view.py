@@ -22,7 +22,6 @@ from titan_tree.models.transformers.in_place import InPlaceModel
 from titan_tree.models.transformers.support import check_supported
 from titan_tree.models.tree_model import LayersOutput, ModelOutput
 from titan_tree.tree.batch import TreeBatch
-from titan_tree.tree.token_tree import TokenTree
 
 
 class TreeView(InPlaceModel):
@@ -63,20 +62,19 @@ def row_scores(
 ) -> dict[str, Tensor]:
     """Returns "logprobs", on request "entropy", and ``statistics`` for every token, as ``Rows.by_token``.
 
-    Log-probs and entropies are differentiable. A forest of more than ``max_tokens`` tokens is scored in
+    Log-probs and entropies are differentiable. A tree of more than ``max_tokens`` tokens is scored in
     partitions without gradients first. The backward pass runs the partitions again, forward and backward.
     Memory then holds the activations of one chain of partitions.
     """
-    forest = TokenTree.forest(rows.trees)
     batch = rows.batch().to(view.embedding_weight.device)
-    plan = None if max_tokens is None else TreePartitioner("auto", max_tokens).plan(forest, view.costs())
+    plan = None if max_tokens is None else TreePartitioner("auto", max_tokens).plan(rows.tree, view.costs())
     if plan is None or len(plan) == 1:
         out = view(batch, entropy=entropy, statistics=statistics)
         values = _columns(out)
     else:
         partitions = TreeBatch.from_plan(plan, edges="loss")
         parameters = [p for p in view.parameters() if p.requires_grad]
-        values = _Partitions.apply(view, partitions, batch.edge_token, entropy, statistics, *parameters)
+        values = _Partitions.apply(view, partitions, len(batch.edge_label), entropy, statistics, *parameters)
     names = ["logprobs", *(["entropy"] if entropy else []), *statistics]
     return {name: rows.by_token(value, batch) for name, value in zip(names, values, strict=True)}
 
@@ -87,23 +85,24 @@ def _columns(out: ModelOutput) -> list[Tensor]:
 
 
 class _Partitions(torch.autograd.Function):
-    """Scores of a forest in partitions. Differentiating them runs nested forward and backward passes."""
+    """Scores of a tree in partitions. Differentiating them runs nested forward and backward passes."""
 
     @staticmethod
     def forward(
         ctx: Any,
         view: TreeView,
         partitions: Sequence[TreeBatch],
-        edge_token: Tensor,
+        num_edges: int,
         entropy: bool,
         statistics: Collection[Statistic],
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         """Returns log-probs, entropies on request, and ``statistics``, [E] each."""
-        ctx.view, ctx.partitions, ctx.edge_token, ctx.parameters = view, partitions, edge_token, parameters
+        ctx.view, ctx.partitions, ctx.parameters = view, partitions, parameters
         ctx.set_materialize_grads(False)  # the gradient of an unused output is None
-        outputs = forward_passes(view, partitions, edge_token.device, entropy=entropy, statistics=statistics)
-        columns = _columns(join_outputs(outputs, edge_token))
+        ctx.device = view.embedding_weight.device
+        outputs = forward_passes(view, partitions, ctx.device, entropy=entropy, statistics=statistics)
+        columns = _columns(join_outputs(outputs, num_edges))
         ctx.mark_non_differentiable(*columns[1 + entropy :])
         ctx.entropy = entropy
         return tuple(columns)
@@ -115,13 +114,11 @@ class _Partitions(torch.autograd.Function):
         wanted = {name: gradient for name, gradient in by_name.items() if gradient is not None}
 
         def loss(batch: TreeBatch, out: ModelOutput) -> Tensor:
-            edges = torch.searchsorted(ctx.edge_token, batch.edge_token)
+            edges = batch.edge_number
             return torch.stack([(g[edges] * getattr(out, name)).sum() for name, g in wanted.items()]).sum()
 
         with torch.enable_grad(), _leaves(ctx.view) as leaves:
-            train_micro_batch(
-                ctx.view, ctx.partitions, loss, ctx.edge_token.device, entropy="entropy" in wanted
-            )
+            train_micro_batch(ctx.view, ctx.partitions, loss, ctx.device, entropy="entropy" in wanted)
         return (None,) * 5 + tuple(leaves[id(parameter)].grad for parameter in ctx.parameters)
 
 

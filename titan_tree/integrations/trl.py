@@ -257,7 +257,7 @@ class _TreeHead:
         if unknown := sorted(name for name in others.keys() - IGNORED if others[name] is not None):
             raise UserError(f"model: {', '.join(unknown)}: expected text rows without it; remove the setting")
         rows = self._rows(input_ids, labels, attention_mask, position_ids)
-        self.log(sum(tree.stats.n_flat for tree in rows.trees), sum(map(len, rows.trees)))
+        self.log(rows.tree.stats.n_flat, len(rows.tree))
         values = row_scores(self.view, rows, self.entropy, self.statistics, self.max_tokens)
         logprobs, *columns = (value.view(input_ids.shape)[:, :-1] for value in values.values())
         mask = labels[:, 1:] != -100

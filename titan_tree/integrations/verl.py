@@ -123,7 +123,7 @@ class TreeEngine(FSDPEngineWithLMHead):
             None if budget is None else TreePartitioner("auto", budget),
             reshard_after_forward=self.engine_config.reshard_after_forward,
         )
-        prepared = step.prepare([rows.trees])
+        prepared = step.prepare([[rows.tree]])
         if forward_only:
             batch, scores = step.score(prepared)[0]
             self.module.reshard()  # the sampling engine may need the memory

@@ -289,10 +289,13 @@ class TreeModel(nn.Module, ABC):
         if batch.edge_temperature is not None:  # logits are linear in the hidden states, up to the cap
             hidden = (hidden / batch.edge_temperature[:, None]).to(hidden.dtype)
             cap = None if cap is None else cap / batch.edge_temperature
+        label, support = batch.edge_label, batch.edge_support
         logprobs, entropies = edge_logprobs(
-            hidden, head, batch.edge_label, entropy, self.recompute_logits, cap=cap
+            hidden, head, label, entropy, self.recompute_logits, cap=cap, support=support
         )
-        metrics = edge_statistics(statistics, hidden, head, batch.edge_label, cap=cap) if statistics else {}
+        metrics = {}
+        if statistics:
+            metrics = edge_statistics(statistics, hidden, head, label, cap=cap, support=support)
         return ModelOutput(logprobs, entropies, statistics=metrics)
 
 

@@ -204,6 +204,7 @@ class _ScoreRun:
                     path.loss_mask,
                     id=path.id,
                     temperature=path.temperature,
+                    sampling_mask=path.sampling_mask,
                     routed_experts=experts,
                 )
             )

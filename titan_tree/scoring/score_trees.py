@@ -137,8 +137,8 @@ def score_trees(
         routed_experts: also return the experts. The model must have experts.
 
     Raises:
-        UserError: paths that share a token that counts have different temperatures; or max_tokens is set with
-            gradients enabled; or experts are asked of a model without experts. All ranks raise it.
+        UserError: max_tokens is set with gradients enabled, or experts are asked of a model without experts.
+            All ranks raise it.
     """
     _check_arguments(model, max_tokens, routed_experts)
     everything = [list(range(len(trees)))] if trees else []
@@ -286,25 +286,30 @@ def _path_scores(
 ) -> Iterator[PathScores]:
     """Yields the scores of each path of a forest. The host does not wait for a GPU."""
     device = next(model.parameters()).device
-    edge_token = _to(device, torch.cat([batch.edge_token for batch in batches]).sort().values)
+    num_edges = sum(len(batch.edge_label) for batch in batches)
     if experts is not None:
         outputs = experts.record(outputs)
-    scores = join_outputs(outputs, edge_token, model.sequence_group)
-    index = torch.from_numpy(tree.path_index)
+    scores = join_outputs(outputs, num_edges, model.sequence_group)
+    # Along a path, edges have ascending numbers, so this sorts the pairs as ``TokenTree.path_index``.
+    path = torch.cat([batch.pairs.path_number[batch.pairs.path] for batch in batches])
+    edge = torch.cat([batch.edge_number[batch.pairs.edge] for batch in batches])
+    edge = _to(device, edge[(path * num_edges + edge).argsort()])
     is_counted = np.concatenate([path.loss_mask > 0 for path in tree.paths])
     is_counted[tree.path_offsets[:-1]] = False  # nothing predicts the first token of a path
-    counted, token_of_path = _to(device, torch.from_numpy(is_counted)), _to(device, index).long()
+    counted = _to(device, torch.from_numpy(is_counted.nonzero()[0]))
     lengths = list(map(len, tree.paths))
 
     def by_path(values: Tensor) -> Sequence[Tensor]:
-        by_token = values.new_full((len(tree),), torch.nan).index_put((edge_token,), values)
-        return torch.where(counted, by_token[token_of_path], torch.nan).split(lengths)
+        nan = values.new_full((len(is_counted),), torch.nan)
+        return nan.index_put((counted,), values[edge]).split(lengths)
 
     nothing = [None] * len(tree.paths)
     columns = zip(
         by_path(scores.logprobs),
         nothing if scores.entropy is None else by_path(scores.entropy),
-        nothing if experts is None else experts.by_token[index.long()].split(lengths),
+        nothing
+        if experts is None
+        else experts.by_token[torch.from_numpy(tree.path_index).long()].split(lengths),
         strict=True,
     )
     for logprobs, entropies, routed_experts in columns:

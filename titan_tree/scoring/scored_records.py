@@ -92,6 +92,8 @@ def path_record(
         record["preference"] = path.preference
         if path.pair != group.id:
             record["pair"] = path.pair.removeprefix(f"{group.id}/")
+    if path.sampling_mask is not None:
+        record["sampling_mask"] = [ids.tolist() for ids in path.sampling_mask.by_token()]
     fields_of_path = {field: getattr(path, field) for field in ("advantage", *LOGPROBS, "routed_experts")}
     values = {field: array for field, array in fields_of_path.items() if array is not None} | dict(scores)
     if "advantage" in values:

@@ -4,6 +4,7 @@ In reading order:
 
 paths.py           TokenPath: one training sample
 path_fields.py     the fields of a TokenPath as checked arrays
+sampling_masks.py  the token ids that sampling kept for each token
 token_tree.py      TokenTree: paths merged by shared prefixes, every distinct token once
 routed_experts.py  the experts that sampling recorded, merged like the tokens
 pairs.py           PathPairs: the (edge, path) pairs on which losses run

@@ -21,8 +21,9 @@ from titan_tree.tree.gateway import (
     predecessors,
 )
 from titan_tree.tree.layout import TreeLayout
-from titan_tree.tree.pairs import Edges, TreePairs, edge_tokens, label_temperatures, merged_pairs, tree_pairs
+from titan_tree.tree.pairs import Edges, TreePairs, merged_pairs, tree_pairs
 from titan_tree.tree.partition import Partition, PartitionPlan, one_pass
+from titan_tree.tree.sampling_masks import SamplingMask
 from titan_tree.tree.token_tree import TokenTree
 
 
@@ -99,10 +100,11 @@ class TreeBatch:
 
     Edge e leads from the token at index ``edge_source[e]``, whose hidden state predicts the next token, to
     the predicted token. ``edge_label[e]`` is the predicted token's id in the vocabulary, and
-    ``edge_token[e]`` is its index in the tree. With ``edges="all"``, every token but the first of a root is
-    the label of one edge, and the last token of a node is the source of one edge per child. With
-    ``edges="loss"``, the edges that no path's loss mask counts are missing. Edges are sorted by the
-    DFS index of the predicted token.
+    ``edge_number[e]`` is the number of the edge in the tree. With ``edges="all"``, every token but the first
+    of a root is the label of an edge, and the last token of a node is the source of an edge per child. With
+    ``edges="loss"``, the edges that no path's loss mask counts are missing. Edges are sorted by the DFS index
+    of the predicted token. Paths that count an edge at different temperatures, or with different sampling
+    masks, have an edge each.
 
     For a partition, N counts its own tokens, and edges and pairs are those that it scores.
     """
@@ -111,10 +113,12 @@ class TreeBatch:
     layout: TreeLayout
     edge_source: Tensor  # [E] int64, index into ``tokens``
     edge_label: Tensor  # [E] int64, token ids
-    edge_token: Tensor  # [E] int64: the predicted token's index in the tree, ascending
+    edge_number: Tensor  # [E] int64, ascending: the edge's number among those of the whole micro-batch
     pairs: PathPairs
     n_logical: int  # path tokens that this batch counts; summed over the batches of a plan: N_flat
     edge_temperature: Tensor | None = None  # [E] float32: divides the logits; None: all are 1
+    # [2, S] int64: the ids that sampling kept for edges, see ``edge_logprobs``; None: all edges have all ids
+    edge_support: Tensor | None = None
     # [L, N, k] int16: forced experts of each layer; -1: the router chooses
     routed_experts: Tensor | None = None
     parent: int = -1  # number of the parent partition's batch in the plan; -1: none
@@ -130,8 +134,8 @@ class TreeBatch:
                 It saves the vocabulary projection of prompts; the loss is the same.
 
         Raises:
-            UserError: ``trees`` is not a list of trees or is empty, a per-token field is missing in some
-                paths but not in all, or paths that count the same edge have different temperatures.
+            UserError: ``trees`` is not a list of trees or is empty, or a per-token field is missing in some
+                paths but not in all.
         """
         require_list(trees, TokenTree, "TreeBatch.from_trees", "pass [tree]")
         (batch,) = TreeBatch.from_plan(one_pass(TokenTree.forest(trees)), edges)
@@ -154,20 +158,19 @@ class TreeBatch:
         """
         tree, num = plan.tree, len(plan)
         source_partition, source_index = _edge_sources(plan)
-        pairs = tree_pairs(tree, edges)
-        labels = edge_tokens(tree, pairs, edges)
-        temperatures = label_temperatures(tree, pairs)
+        tree_edges, pairs = tree_pairs(tree, edges)
         if merges_pairs:
             pairs = merged_pairs(pairs)
         # The partition that runs an edge's source scores the edge and all of its pairs.
-        scoring_partition = source_partition[tree.predecessor]
-        labels_of = _split(labels, scoring_partition[labels], num)
-        pairs_of = _split(np.arange(len(pairs.label)), scoring_partition[pairs.label], num)
+        sources = tree.predecessor[tree_edges.label]
+        scoring_partition = source_partition[sources]
+        edges_of = _split(np.arange(len(sources)), scoring_partition, num)
+        pairs_of = _split(np.arange(len(pairs.edge)), scoring_partition[pairs.edge], num)
         num_paths = np.repeat(tree.node_paths, tree.node_length)
         n_logical = np.bincount(source_partition[:-1], num_paths, minlength=num)
-        edge_number = np.empty(len(tree), np.int64)  # of the edge to each token, within its partition
-        for labels in labels_of:
-            edge_number[labels] = np.arange(len(labels))
+        own_number = np.empty(len(sources), np.int64)  # of each edge, within its partition
+        for chosen in edges_of:
+            own_number[chosen] = np.arange(len(chosen))
         accesses = plan_gateway_cache(tree, plan.partitions) if num > 1 else [None]
         batches = []
         for i, (partition, access) in enumerate(zip(plan.partitions, accesses, strict=True)):
@@ -175,12 +178,13 @@ class TreeBatch:
                 TreeBatch(
                     tokens=torch.from_numpy(tree.tokens[partition.own_tokens].astype(np.int64)),
                     layout=_layout(tree, partition, access),
-                    edge_source=torch.from_numpy(source_index[tree.predecessor[labels_of[i]]]),
-                    edge_label=torch.from_numpy(tree.tokens[labels_of[i]].astype(np.int64)),
-                    edge_token=torch.from_numpy(labels_of[i]),
-                    pairs=_path_pairs(pairs, pairs_of[i], edge_number, all_paths=num == 1),
+                    edge_source=torch.from_numpy(source_index[sources[edges_of[i]]]),
+                    edge_label=torch.from_numpy(tree.tokens[tree_edges.label[edges_of[i]]].astype(np.int64)),
+                    edge_number=torch.from_numpy(edges_of[i]),
+                    pairs=_path_pairs(pairs, pairs_of[i], own_number, all_paths=num == 1),
                     n_logical=int(n_logical[i]),
-                    edge_temperature=_tensor_or_none(temperatures, labels_of[i]),
+                    edge_temperature=_tensor_or_none(tree_edges.temperature, edges_of[i]),
+                    edge_support=_support(tree_edges.mask, edges_of[i]),
                     routed_experts=_routed_experts(tree, partition),
                     parent=partition.parent,
                     cache_offset=NO_CACHE_ROWS if access is None else access.cache_offset,
@@ -201,7 +205,12 @@ class TreeBatch:
         """Returns the batch without edges, for a forward pass that only computes exports or routing."""
         none = self.edge_source[:0]
         return dataclasses.replace(
-            self, edge_source=none, edge_label=none, edge_token=none, edge_temperature=None
+            self,
+            edge_source=none,
+            edge_label=none,
+            edge_number=none,
+            edge_temperature=None,
+            edge_support=None,
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeBatch:
@@ -229,11 +238,11 @@ def _edge_sources(plan: PartitionPlan) -> tuple[np.ndarray, np.ndarray]:
     return numbers, own_index
 
 
-def _path_pairs(pairs: TreePairs, chosen: np.ndarray, edge_number: np.ndarray, all_paths: bool) -> PathPairs:
+def _path_pairs(pairs: TreePairs, chosen: np.ndarray, own_number: np.ndarray, all_paths: bool) -> PathPairs:
     """Makes the ``PathPairs`` of one batch from the ``chosen`` pairs. Paths are numbered within the batch.
 
     Args:
-        edge_number: [N] the number of the edge to each token, within the edge's batch.
+        own_number: [E] the number of each edge within its batch.
         all_paths: the batch contains paths without pairs, too.
     """
     num_paths = len(pairs.path_fields["weight"])
@@ -241,7 +250,7 @@ def _path_pairs(pairs: TreePairs, chosen: np.ndarray, edge_number: np.ndarray, a
     per_path = {name: pairs.path_fields[name] for name in pairs.path_fields if all_paths or name != "partner"}
     paths = np.arange(num_paths) if all_paths else np.unique(pairs.path[chosen])
     return PathPairs(
-        edge=torch.from_numpy(edge_number[pairs.label[chosen]]),
+        edge=torch.from_numpy(own_number[pairs.edge[chosen]]),
         path=torch.from_numpy(
             pairs.path[chosen] if all_paths else np.searchsorted(paths, pairs.path[chosen])
         ),
@@ -256,6 +265,14 @@ def _routed_experts(tree: TokenTree, partition: Partition) -> Tensor | None:
     if tree.routed_experts is None:
         return None
     return torch.from_numpy(tree.routed_experts.experts[partition.own_tokens].swapaxes(0, 1).copy())
+
+
+def _support(mask: SamplingMask | None, edges: np.ndarray) -> Tensor | None:
+    """Returns ``edge_support`` of the chosen ``edges``."""
+    if mask is None:
+        return None
+    sizes, ids = mask.of_tokens(edges)
+    return torch.from_numpy(np.stack([np.repeat(np.arange(len(edges)), sizes), ids]))
 
 
 def _tensor_or_none(values: np.ndarray | None, index: np.ndarray) -> Tensor | None:

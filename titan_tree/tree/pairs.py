@@ -9,23 +9,40 @@ import numpy as np
 
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import PER_TOKEN, TokenPath
+from titan_tree.tree.sampling_masks import SamplingMask
 from titan_tree.tree.token_tree import TokenTree
 
 MAX_LOG_RATIO = 20.0  # of importance weights and of divergences; verl has the same bound
 Edges = Literal["all", "loss"]  # all edges, or only those that the loss mask of some path counts
 
 
+class TreeEdges(NamedTuple):
+    """The E edges of a tree, sorted by the token that they predict.
+
+    An edge has one distribution. Paths that count an edge at different temperatures, or with different
+    sampling masks, therefore have an edge each.
+    """
+
+    label: np.ndarray  # [E] int64, ascending: DFS index in the tree of the token that the edge predicts
+    temperature: np.ndarray | None  # [E] float32; None: all are 1
+    mask: SamplingMask | None  # of the E labels; None: every edge has the whole vocabulary
+
+
 class TreePairs(NamedTuple):
     """The F (edge, path) pairs of a tree with P paths, path after path."""
 
-    label: np.ndarray  # [F] int32: DFS index in the tree of the token that the edge predicts
+    edge: np.ndarray  # [F] int64: number of the edge, 0 .. E-1
     path: np.ndarray  # [F] int64
     fields: dict[str, np.ndarray]  # [F] each: the per-token fields of ``PathPairs``
     path_fields: dict[str, np.ndarray]  # [P] each: the fields per path
 
 
-def tree_pairs(tree: TokenTree, edges: Edges) -> TreePairs:
-    """Returns the pairs of a tree. Raises UserError if a field is missing in some paths, but not in all."""
+def tree_pairs(tree: TokenTree, edges: Edges) -> tuple[TreeEdges, TreePairs]:
+    """Returns the edges and pairs of a tree.
+
+    Raises:
+        UserError: a field is missing in some paths, but not in all.
+    """
     paths = tree.paths
     starts = tree.path_offsets[:-1]
     mask = np.concatenate([path.loss_mask for path in paths])
@@ -55,7 +72,8 @@ def tree_pairs(tree: TokenTree, edges: Edges) -> TreePairs:
         path_fields |= _rollout_gaps(gap, fields["loss_mask"], path_of_pair, len(paths))
     if any(path.preference for path in paths):
         path_fields |= _preferences(paths)
-    return TreePairs(tree.path_index[chosen], path_of_pair, fields, path_fields)
+    tree_edges, edge_of_pair = _edges(tree, chosen, path_of_pair, fields["loss_mask"] > 0)
+    return tree_edges, TreePairs(edge_of_pair, path_of_pair, fields, path_fields)
 
 
 def merged_pairs(pairs: TreePairs) -> TreePairs:
@@ -69,15 +87,15 @@ def merged_pairs(pairs: TreePairs) -> TreePairs:
         return pairs
     weight = pairs.path_fields["weight"].astype(np.float64)[pairs.path] * pairs.fields["loss_mask"]
     (counted,) = weight.nonzero()
-    total = np.bincount(pairs.label, weight)
-    first = np.full(len(total), -1)  # the first pair that counts the edge to each token
-    first[pairs.label[counted[::-1]]] = counted[::-1]  # the last assignment wins
+    total = np.bincount(pairs.edge, weight)
+    first = np.full(len(total), -1)  # the first pair that counts each edge
+    first[pairs.edge[counted[::-1]]] = counted[::-1]  # the last assignment wins
     kept = np.sort(first[first >= 0])
-    label = pairs.label[kept]
+    edge = pairs.edge[kept]
     fields = {name: values[kept] for name, values in pairs.fields.items()}
-    fields["loss_mask"] = total[label].astype(np.float32)
+    fields["loss_mask"] = total[edge].astype(np.float32)
     path_fields = pairs.path_fields | {"weight": np.ones_like(pairs.path_fields["weight"])}
-    return TreePairs(label, pairs.path[kept], fields, path_fields)
+    return TreePairs(edge, pairs.path[kept], fields, path_fields)
 
 
 def _rollout_gaps(
@@ -142,42 +160,66 @@ def _partners(paths: Sequence[TokenPath]) -> np.ndarray | None:
     return partner
 
 
-def edge_tokens(tree: TokenTree, pairs: TreePairs, edges: Edges) -> np.ndarray:
-    """Returns the indices of all tokens that edges predict, ascending."""
-    if edges == "all":
-        return np.flatnonzero(tree.predecessor >= 0)
-    is_label = np.zeros(len(tree), bool)
-    is_label[pairs.label] = True
-    return np.flatnonzero(is_label)
+def _edges(
+    tree: TokenTree, index: np.ndarray, path: np.ndarray, is_counted: np.ndarray
+) -> tuple[TreeEdges, np.ndarray]:
+    """Returns the edges of a tree, and the number of each pair's edge, [F] int64.
 
-
-def label_temperatures(tree: TokenTree, pairs: TreePairs) -> np.ndarray | None:
-    """Returns the temperature of the edge to each token, [N] float32, or None if all paths have 1.
-
-    An edge has the temperature of the paths that count it, or else of the first path through it.
-
-    Raises:
-        UserError: paths that count the same edge have different temperatures.
+    Args:
+        index: [F] each pair's entry in ``TokenTree.path_index``.
+        path: [F] the number of its path.
+        is_counted: [F] whether the path counts it.
     """
+    label = tree.path_index[index]
     by_path = np.array([path.temperature for path in tree.paths], np.float32)
-    if (by_path == 1).all():
-        return None
-    by_pair = by_path[pairs.path]
-    is_counted = pairs.fields["loss_mask"] > 0
-    result = np.ones(len(tree), np.float32)
-    for chosen in (slice(None), is_counted):  # the last assignment wins: the first path that counts the edge
-        result[pairs.label[chosen][::-1]] = by_pair[chosen][::-1]
-    differs = is_counted & (by_pair != result[pairs.label])
-    if differs.any():
-        pair = int(differs.argmax())
-        first = int((is_counted & (pairs.label == pairs.label[pair])).argmax())
-        one, other = (tree.paths[pairs.path[i]] for i in (first, pair))
-        raise UserError(
-            f"path {other.id or '?'}: temperature: expected {one.temperature:g}, as in path {one.id or '?'}, "
-            f"because the loss counts a token that both paths share, got {other.temperature:g}; put samples "
-            "of different temperatures into different groups"
-        )
-    return result
+    mask = _joined_masks(tree.paths)
+    if mask is None and (by_path == by_path[0]).all():
+        labels, edge = _numbered(label, len(tree))
+        temperature = None if by_path[0] == 1 else np.full(len(labels), by_path[0])
+        return TreeEdges(labels, temperature, None), edge
+    distribution = _distributions(label, by_path[path], mask, index, is_counted)
+    # The pair whose distribution an edge has is the first that counts, or else the first one. Pairs that do
+    # not count have the edge of this pair.
+    first = _first_pairs(label, is_counted, len(tree))
+    distribution = np.where(is_counted, distribution, distribution[first[label]])
+    keys, edge = np.unique(label * (distribution.max() + 1) + distribution, return_inverse=True)
+    first = _first_pairs(edge, is_counted, len(keys))
+    edge_mask = None if mask is None else mask.of_tokens(index[first])
+    return TreeEdges(label[first].astype(np.int64), by_path[path[first]], edge_mask), edge
+
+
+def _distributions(
+    label: np.ndarray,
+    temperature: np.ndarray,
+    mask: SamplingMask | None,
+    index: np.ndarray,
+    is_counted: np.ndarray,
+) -> np.ndarray:
+    """Returns [F] int64: for pairs that count a label, numbers that are equal if their distributions are."""
+    temperatures, number = np.unique(temperature, return_inverse=True)
+    if mask is None:
+        return number
+    count = np.bincount(label[is_counted], minlength=label.max(initial=0) + 1)
+    (shared,) = (is_counted & (count[label] > 1)).nonzero()
+    numbers: dict[bytes, int] = {}
+    for pair, ids in zip(shared, mask.of_tokens(index[shared]).by_token(), strict=True):
+        number[pair] += len(temperatures) * numbers.setdefault(np.sort(ids).tobytes(), len(numbers))
+    return number
+
+
+def _numbered(keys: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the distinct ``keys``, all below ``size``, in ascending order, and the rank of each key."""
+    is_key = np.zeros(size, bool)
+    is_key[keys] = True
+    return np.flatnonzero(is_key), (np.cumsum(is_key) - 1)[keys]
+
+
+def _first_pairs(key: np.ndarray, is_counted: np.ndarray, size: int) -> np.ndarray:
+    """Returns [size] int64: the first pair that counts each key, or else the first pair of the key."""
+    first = np.zeros(size, np.int64)
+    for (chosen,) in (np.ones_like(is_counted).nonzero(), is_counted.nonzero()):
+        first[key[chosen[::-1]]] = chosen[::-1]  # the last assignment wins
+    return first
 
 
 def _joined(paths: Sequence[TokenPath], name: str) -> np.ndarray | None:
@@ -190,3 +232,13 @@ def _joined(paths: Sequence[TokenPath], name: str) -> np.ndarray | None:
             "give it to all paths or to none"
         )
     return None if missing else np.concatenate(values)
+
+
+def _joined_masks(paths: Sequence[TokenPath]) -> SamplingMask | None:
+    """Returns the sampling masks of all paths, concatenated, or None if no path has one."""
+    present = [path.sampling_mask.ids for path in paths if path.sampling_mask is not None]
+    sizes = [
+        np.zeros(len(path), np.int32) if path.sampling_mask is None else path.sampling_mask.sizes
+        for path in paths
+    ]
+    return SamplingMask(np.concatenate(sizes), np.concatenate(present)) if present else None

@@ -50,7 +50,7 @@ def token_array(tokens: object) -> np.ndarray:
     array = any_array("tokens", tokens, "a flat list of token ids")
     if array.ndim != 1 or array.size == 0:
         raise wrong("tokens", "a non-empty list of token ids", f"shape {array.shape}")
-    return _integers("tokens", array, "ids")
+    return integer_array("tokens", array, "ids")
 
 
 def version_array(field: str, value: object, loss_mask: np.ndarray) -> np.ndarray:
@@ -64,7 +64,7 @@ def version_array(field: str, value: object, loss_mask: np.ndarray) -> np.ndarra
     array = any_array(field, value, "integers")
     if array.dtype.kind == "O":
         array = np.where(array == np.array(None), -1, array)
-    versions = _per_token(field, _integers(field, array, "versions", lowest=-1), len(loss_mask))
+    versions = _per_token(field, integer_array(field, array, "versions", lowest=-1), len(loss_mask))
     bad = (versions == -1) & (loss_mask > 0)
     bad[0] = False  # nothing predicts the first token
     if bad.any():
@@ -166,7 +166,8 @@ def any_array(field: str, value: object, expected: str, got: str = "a nested lis
         ) from None
 
 
-def _integers(field: str, array: np.ndarray, noun: str, lowest: int = 0) -> np.ndarray:
+def integer_array(field: str, array: np.ndarray, noun: str, lowest: int = 0) -> np.ndarray:
+    """Returns int32 of any shape from integers of at least ``lowest``, which ``noun`` names in errors."""
     if array.dtype.kind not in "iuO" or (array.dtype.kind == "O" and not _only(array, (int,))):
         raise wrong(field, f"integer {noun}", f"dtype {array.dtype}")
     low, high = array.min(initial=0), array.max(initial=0)  # Python integers if they exceed 64 bits

@@ -21,6 +21,7 @@ from titan_tree.tree.path_fields import (
     version_array,
     wrong,
 )
+from titan_tree.tree.sampling_masks import SamplingMask, sampling_mask
 
 Logprobs = Sequence[float | None] | ArrayLike  # None and NaN: the token was not scored
 
@@ -73,7 +74,11 @@ class TokenPath:
         rollout_logprobs: [T] log-probs as the sampling engine reported them. Its numerics differ from the
             trainer's.
         temperature: the sampling temperature, > 0. The model computes log-probs and entropies of
-            logits / temperature. Paths that share an edge must agree on it if they count the edge.
+            logits / temperature.
+        sampling_mask: T lists of the token ids that top-p, top-k or min-p sampling kept when it drew each
+            token, which must be among them. Log-probs and entropies are then those of the distribution over
+            these ids, and all log-prob fields must be, too. None and [] stand for the whole vocabulary.
+            Stored as a SamplingMask, without the lists of tokens that the loss does not count.
         policy_version: version of the policy that sampled the path: one integer, or [T], as a rollout may
             span versions. None or -1 stands for a token that was not sampled, such as one of a prompt; the
             loss mask must be 0 there. Stored as [T] int32, with -1. Give it to all paths or to none. The
@@ -113,6 +118,7 @@ class TokenPath:
     pair: str | None = None
     edge_weight: np.ndarray | None = field(default=None, init=False)
     is_first: np.ndarray | None = field(default=None, init=False)
+    sampling_mask: SamplingMask | None = None
     shifted_old_logprobs: InitVar[object] = None
     shifted_ref_logprobs: InitVar[object] = None
     shifted_rollout_logprobs: InitVar[object] = None
@@ -135,6 +141,7 @@ class TokenPath:
             rollout_tokens: float | None = None,
             preference: str | None = None,
             pair: str | None = None,
+            sampling_mask: SamplingMask | Sequence[Sequence[int] | None] | None = None,
             shifted_old_logprobs: Logprobs | None = None,
             shifted_ref_logprobs: Logprobs | None = None,
             shifted_rollout_logprobs: Logprobs | None = None,
@@ -210,6 +217,8 @@ class TokenPath:
         self.temperature = number("temperature", self.temperature, expected, lambda x: x > 0)
         if self.policy_version is not None:
             self.policy_version = version_array("policy_version", self.policy_version, self.loss_mask)
+        if self.sampling_mask is not None:
+            self.sampling_mask = sampling_mask(self.sampling_mask, self.tokens, self.loss_mask)
         if self.rollout_tokens is not None:
             loss_tokens = self.loss_tokens
             self.rollout_tokens = number(
@@ -233,6 +242,13 @@ class TokenPath:
             raise UserError(
                 f"token id {self.tokens[at]} at token {at}: expected ids below the model's vocabulary size "
                 f"{vocab_size}; check that tokenizer and model belong together"
+            )
+        mask = self.sampling_mask
+        if vocab_size is not None and mask is not None and (largest := mask.ids.max()) >= vocab_size:
+            raise wrong(
+                "sampling_mask",
+                f"ids below the model's vocabulary size {vocab_size}",
+                f"{largest}; check that this model sampled",
             )
         if experts is None or self.routed_experts is None:
             return

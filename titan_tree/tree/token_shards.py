@@ -14,6 +14,8 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+import torch
+
 from titan_tree.tree.batch import TreeBatch
 
 
@@ -42,7 +44,7 @@ class TokenShard(NamedTuple):
         return slice(first, first + sizes[self.rank])
 
     def of(self, batch: TreeBatch) -> TreeBatch:
-        """Returns this rank's shard of a batch. Edges keep their order and their ``edge_token``.
+        """Returns this rank's shard of a batch. Edges keep their order and their ``edge_number``.
 
         ``n_logical`` stays that of the whole batch.
         """
@@ -50,7 +52,11 @@ class TokenShard(NamedTuple):
             return batch
         tokens = self.tokens(len(batch))
         is_own = (batch.edge_source >= tokens.start) & (batch.edge_source < tokens.stop)
-        layout, temperature, routed = batch.layout, batch.edge_temperature, batch.routed_experts
+        layout, routed = batch.layout, batch.routed_experts
+        temperature, support = batch.edge_temperature, batch.edge_support
+        if support is not None:
+            support = support[:, is_own[support[0]]]
+            support = torch.stack([is_own.cumsum(0)[support[0]] - 1, support[1]])
         num_paths = None if layout.num_paths is None else layout.num_paths[tokens]
         return dataclasses.replace(
             batch,
@@ -58,9 +64,10 @@ class TokenShard(NamedTuple):
             layout=dataclasses.replace(layout, positions=layout.positions[tokens], num_paths=num_paths),
             edge_source=batch.edge_source[is_own] - tokens.start,
             edge_label=batch.edge_label[is_own],
-            edge_token=batch.edge_token[is_own],
+            edge_number=batch.edge_number[is_own],
             pairs=batch.pairs.of_edges(is_own),
             edge_temperature=None if temperature is None else temperature[is_own],
+            edge_support=support,
             routed_experts=None if routed is None else routed[:, tokens],
         )
 

@@ -16,7 +16,10 @@ from titan_tree.errors import UserError, shorten
 Node = dict[str, Any]
 
 KINDS = ("messages", "text", "tokens")  # a node has exactly one of these
-PER_TOKEN = ("loss_mask", "old_logprobs", "rollout_logprobs", "ref_logprobs", "policy_version", "advantage")
+PER_TOKEN = (
+    *("loss_mask", "old_logprobs", "rollout_logprobs", "ref_logprobs", "sampling_mask", "policy_version"),
+    "advantage",
+)
 # Of the node at which a sample ends:
 OF_SAMPLE = ("reward", "weight", "temperature", "rollout_id", "finish_reason")
 ALLOWED = {
@@ -41,8 +44,8 @@ class ExplicitTreeReader(RowReader):
       messages, or the text of a user's message.
     - ``text``: a part of an assistant's message. The texts of adjacent nodes are joined without a separator.
     - ``tokens``: token ids. ``loss_mask`` (default 1), ``old_logprobs``, ``rollout_logprobs``,
-      ``ref_logprobs``, ``policy_version`` and ``advantage`` have one entry per token of the node, or one
-      number for all of them.
+      ``ref_logprobs``, ``sampling_mask``, ``policy_version`` and ``advantage`` have one entry per token of
+      the node, or one number for all of them.
     - ``reward``, ``weight``, ``temperature``, ``rollout_id``, and the ``advantage`` of messages belong to the
       sample that ends at the node. Other nodes must not have them.
     """

@@ -31,6 +31,7 @@ PER_TOKEN = {
         *("response_logprobs", "completion_logprobs", "output_logprobs"),
     ),
     "ref_logprobs": ("ref_logprobs", "ref_log_prob", "ref_per_token_logps"),
+    "sampling_mask": ("sampling_mask",),
     "policy_version": ("policy_version", "versions", "output_versions", "weight_version"),
     "advantage": ("advantage", "advantages"),
 }
@@ -291,6 +292,7 @@ def _foreign(row: Record) -> set[str]:
         "rollout_id",
         "id",
         "routed_experts",
+        "sampling_mask",
         "temperature",
         "tokens",
         "input_ids",
