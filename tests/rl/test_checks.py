@@ -18,7 +18,7 @@ KL = "loss.kl.coefficient=0.1"
 
 
 class Parrot:
-    def sample(self, contexts: Any, max_tokens: Any, stop: int, seed: int) -> list[Completion]:
+    def sample(self, contexts: Any, max_tokens: Any, stop: int, seeds: Any) -> list[Completion]:
         return [Completion([stop], [-1.0]) for _ in contexts]
 
 

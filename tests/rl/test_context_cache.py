@@ -24,7 +24,7 @@ def groups_of_rows() -> tuple[list[list[int]], list[int]]:
 def test_rows_of_many_bundles_have_the_trainers_logprobs() -> None:
     model = tiny_model()
     contexts, limits = groups_of_rows()
-    turns = CachedSampler(model).sample(contexts, limits, stop=101, seed=0)
+    turns = CachedSampler(model).sample(contexts, limits, 101, range(len(contexts)))
     with torch.no_grad():
         scores = tree_logprobs(model, [a + turn.tokens for a, turn in zip(contexts, turns, strict=True)])
     for context, turn, limit, score in zip(contexts, turns, limits, scores, strict=True):
@@ -50,7 +50,7 @@ def test_up_to_16_rows_share_the_keys_of_their_context() -> None:
 def test_logprobs_in_bf16_are_as_exact_as_the_trainers() -> None:
     model = tiny_model().to(torch.bfloat16)
     contexts, limits = groups_of_rows()
-    turns = CachedSampler(model).sample(contexts, limits, stop=258, seed=0)
+    turns = CachedSampler(model).sample(contexts, limits, 258, range(len(contexts)))
     paths = [a + turn.tokens for a, turn in zip(contexts, turns, strict=True)]
     with torch.no_grad():
         scores, exact = tree_logprobs(model, paths), tree_logprobs(model.to(torch.float32), paths)
@@ -68,7 +68,7 @@ def test_contexts_of_one_token_have_an_empty_cache() -> None:
     """All that a row sees is its turn."""
     model = tiny_model()
     contexts = [[i % 3] for i in range(20)]
-    turns = CachedSampler(model).sample(contexts, [6] * 20, stop=258, seed=0)
+    turns = CachedSampler(model).sample(contexts, [6] * 20, 258, range(len(contexts)))
     with torch.no_grad():
         scores = tree_logprobs(model, [a + turn.tokens for a, turn in zip(contexts, turns, strict=True)])
     got = torch.cat([torch.tensor(turn.logprobs) for turn in turns])

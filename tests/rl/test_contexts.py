@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.rl.test_sampling import TOKENIZER, Scripted, tiny_model
+from tests.support.rl_runs import seeds_of
 from titan_tree import TokenPath, TokenTree, TreeLoss, TreeTokenizer, tree_logprobs
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.models.decoder import Decoder
@@ -47,8 +48,8 @@ class Ending:
     def __init__(self, model: Decoder) -> None:
         self.model = model
 
-    def sample(self, contexts: Any, limits: Any, stop: int, seed: int) -> list[Completion]:
-        turns = CachedSampler(self.model).sample(contexts, [1 + seed % 4] * len(contexts), stop, seed)
+    def sample(self, contexts: Any, limits: Any, stop: int, seeds: Any) -> list[Completion]:
+        turns = CachedSampler(self.model).sample(contexts, [1 + seed % 4 for seed in seeds], stop, seeds)
         for context, (tokens, logprobs, _) in zip(contexts, turns, strict=True):
             if tokens[-1] != stop:
                 tokens.append(stop)
@@ -75,7 +76,7 @@ def played(*turns: str, limit: int = 400, number: int = 1) -> list[Rollout]:
         rollouts,
         Scripted(*(f"{turn}{END}" for turn in turns)),
         chat,
-        "seed",
+        seeds_of("seed", rollouts),
         max_turn_tokens=20,
         max_rollout_tokens=limit,
     )
@@ -114,7 +115,7 @@ def test_a_new_context_replaces_what_the_model_sees() -> None:
     chat = Chat(TOKENIZER)
     (rollout,) = chat.start(Summarizing(), 1)
     sampler = Scripted(*(f"{turn}{END}" for turn in ("a", "b", "xyz")))
-    play([rollout], sampler, chat, "seed", max_turn_tokens=20, max_rollout_tokens=400)
+    play([rollout], sampler, chat, ["seed"], max_turn_tokens=20, max_rollout_tokens=400)
     seen = [TOKENIZER.decode(contexts[0]) for contexts, _ in sampler.calls]
     prompt = text("user", "task") + "<|im_start|>assistant\n"
     summary = text("user", "task, so far b") + "<|im_start|>assistant\n"
@@ -147,7 +148,7 @@ def test_a_summary_without_room_for_a_turn_cuts_the_rollout_off() -> None:
 
     chat = Chat(TOKENIZER)
     (rollout,) = chat.start(Long(), 1)
-    play([rollout], Scripted(f"a{END}"), chat, "seed", max_turn_tokens=20, max_rollout_tokens=400)
+    play([rollout], Scripted(f"a{END}"), chat, ["seed"], max_turn_tokens=20, max_rollout_tokens=400)
     assert (rollout.is_cut_off, rollout.contexts) == (True, [0])
 
 
@@ -159,7 +160,8 @@ def test_forks_keep_the_contexts_before_their_turn() -> None:
         assert fork.context == rollout.tokens[contexts[-1] : rollout.starts[turn]]
     chat = Chat(TOKENIZER)
     forks = branches([rollout], 6, random.Random(0))
-    play(forks, CachedSampler(tiny_model()), chat, "forks", max_turn_tokens=20, max_rollout_tokens=400)
+    sampler, seeds = CachedSampler(tiny_model()), seeds_of("forks", forks)
+    play(forks, sampler, chat, seeds, max_turn_tokens=20, max_rollout_tokens=400)
     assert {fork.inherited for fork in forks} == {1, 2}
     for fork in forks:
         if fork.inherited == 2:
@@ -227,16 +229,10 @@ def test_the_loss_of_compacted_rollouts_is_that_of_their_definition(reduction: s
     rollouts = chat.start(Summarizing(), 3)
     short = SimpleNamespace(prompt=Summarizing().prompt, reply=lambda turns: Reply(None, 2.0))
     rollouts += chat.start(short, 1)
-    play(rollouts, Ending(model), chat, "seed", max_turn_tokens=8, max_rollout_tokens=400)
+    play(rollouts, Ending(model), chat, seeds_of("seed", rollouts), max_turn_tokens=8, max_rollout_tokens=400)
     rollouts += branches(rollouts, 2, random.Random(1))
-    play(
-        [r for r in rollouts if r.reward is None],
-        Ending(model),
-        chat,
-        "forks",
-        max_turn_tokens=8,
-        max_rollout_tokens=400,
-    )
+    forks = [r for r in rollouts if r.reward is None]
+    play(forks, Ending(model), chat, seeds_of("forks", forks), max_turn_tokens=8, max_rollout_tokens=400)
     paths = token_paths(rollouts, "t", "group", {})
     step = TreeStep(model, TreeLoss("grpo", reduction=reduction), torch.device("cpu"))
     loss = step.run(step.prepare([[TokenTree.from_paths(paths)]])).loss.item()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.support.rl_runs import seeds_of
 from titan_tree import TreeTokenizer, UserError, build_model, tree_logprobs
 from titan_tree.components.lora import LoRA, is_factor
 from titan_tree.models.decoder import Decoder
@@ -40,7 +41,7 @@ class Scripted:
         self.calls: list[tuple[list[list[int]], list[int]]] = []
 
     def sample(
-        self, contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], stop: int, seed: int
+        self, contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], stop: int, seeds: Sequence[int]
     ) -> list[Completion]:
         self.calls.append(([list(context) for context in contexts], list(max_tokens)))
         turns = [self.turns.pop(0)[:limit] for limit in max_tokens]
@@ -59,9 +60,9 @@ def test_logprobs_of_the_sampler_are_those_of_the_trainer(
     contexts.append(contexts[1])  # read once
     limits = [25, 3, 40, 12, 33]
     stop = 101  # ends some turns early
-    turns = CachedSampler(model).sample(contexts, limits, stop, seed=3)
-    assert turns == CachedSampler(model).sample(contexts, limits, stop, seed=3)
-    assert turns != CachedSampler(model).sample(contexts, limits, stop, seed=4)
+    turns = CachedSampler(model).sample(contexts, limits, stop, range(3, 3 + len(contexts)))
+    assert turns == CachedSampler(model).sample(contexts, limits, stop, range(3, 3 + len(contexts)))
+    assert turns != CachedSampler(model).sample(contexts, limits, stop, range(4, 4 + len(contexts)))
     with torch.no_grad():
         scores = tree_logprobs(model, [a + turn.tokens for a, turn in zip(contexts, turns, strict=True)])
     for context, turn, limit, score in zip(contexts, turns, limits, scores, strict=True):
@@ -76,17 +77,17 @@ def test_weights_that_are_not_finite_are_named() -> None:
     with torch.no_grad():
         model.norm.weight.fill_(float("nan"))
     with pytest.raises(UserError, match="log-probs: expected numbers, got nan; check that its weights"):
-        CachedSampler(model).sample([[1, 2]], [3], stop=258, seed=0)
+        CachedSampler(model).sample([[1, 2]], [3], 258, [0])
 
 
 def test_updates_of_lora_are_sampled_from() -> None:
     model = tiny_model()
-    (base,) = CachedSampler(model).sample([[1, 2, 3]], [20], stop=258, seed=0)
+    (base,) = CachedSampler(model).sample([[1, 2, 3]], [20], 258, [0])
     add_lora(model, LoRA(rank=4, alpha=8.0, targets=()))
     for name, parameter in model.named_parameters():
         if is_factor(name):
             torch.nn.init.normal_(parameter, std=0.3)
-    (turn,) = CachedSampler(model).sample([[1, 2, 3]], [20], stop=258, seed=0)
+    (turn,) = CachedSampler(model).sample([[1, 2, 3]], [20], 258, [0])
     assert turn != base
     with torch.no_grad():
         (score,) = tree_logprobs(model, [[1, 2, 3, *turn.tokens]])
@@ -97,7 +98,7 @@ def test_rows_that_have_ended_do_not_disturb_the_others() -> None:
     """The longest context ends first, and its row stays in the batch until enough others have ended."""
     model = tiny_model()
     contexts, limits = [[1] * 30, *([i] for i in range(2, 11))], [2, *[20] * 9]
-    turns = CachedSampler(model).sample(contexts, limits, stop=258, seed=0)
+    turns = CachedSampler(model).sample(contexts, limits, 999, range(len(contexts)))
     assert list(map(len, (turn.tokens for turn in turns))) == limits
     with torch.no_grad():
         scores = tree_logprobs(model, [a + turn.tokens for a, turn in zip(contexts, turns, strict=True)])
@@ -108,7 +109,7 @@ def test_rows_that_have_ended_do_not_disturb_the_others() -> None:
 def test_tokens_are_sampled_from_the_models_distribution() -> None:
     """The frequencies of 4,000 first tokens match the probabilities."""
     model = tiny_model(vocab_size=8)
-    turns = CachedSampler(model).sample([[1, 2, 3]] * 4000, [1] * 4000, stop=7, seed=0)
+    turns = CachedSampler(model).sample([[1, 2, 3]] * 4000, [1] * 4000, 7, range(4000))
     counts = torch.bincount(torch.tensor([turn.tokens[0] for turn in turns]), minlength=8)
     with torch.no_grad():
         probability = torch.stack([tree_logprobs(model, [[1, 2, 3, t]])[0][-1] for t in range(8)]).exp()
@@ -119,12 +120,12 @@ def test_tokens_are_sampled_from_the_models_distribution() -> None:
 def test_the_sampler_uses_the_current_weights_in_the_dtype_of_training() -> None:
     model = tiny_model()
     sampler = CachedSampler(model)
-    before = sampler.sample([[1, 2]], [8], stop=258, seed=0)
+    before = sampler.sample([[1, 2]], [8], 258, [0])
     with torch.no_grad():
         model.embed_tokens.weight.mul_(-1)
-    assert sampler.sample([[1, 2]], [8], stop=258, seed=0) != before
+    assert sampler.sample([[1, 2]], [8], 258, [0]) != before
     model.compute_dtype = torch.bfloat16
-    (turn,) = sampler.sample([[1, 2]], [8], stop=258, seed=0)
+    (turn,) = sampler.sample([[1, 2]], [8], 258, [0])
     assert model.embed_tokens.weight.dtype == torch.float32
     exact = tiny_model().to(torch.bfloat16)
     with torch.no_grad():
@@ -139,7 +140,7 @@ def test_other_models_and_long_contexts_are_refused() -> None:
     with pytest.raises(
         UserError, match="max_rollout_tokens: expected at most the model's 16 positions, got 18"
     ):
-        CachedSampler(tiny_model(max_position_embeddings=16)).sample([[1] * 8], [10], 258, 0)
+        CachedSampler(tiny_model(max_position_embeddings=16)).sample([[1] * 8], [10], 258, [0])
 
 
 def started(number: int = 1) -> tuple[Chat, list[Rollout]]:
@@ -155,7 +156,7 @@ def test_a_rollout_has_the_tokens_of_the_rendered_conversation() -> None:
         [rollout],
         Scripted(f"{calls}<|im_end|>", f"{answer}<|im_end|>"),
         chat,
-        "seed",
+        ["seed"],
         max_turn_tokens=20,
         max_rollout_tokens=200,
     )
@@ -197,7 +198,7 @@ def test_sampled_tokens_are_kept_although_their_text_has_other_tokens() -> None:
     tokens = [*text.encode(), chat.end]
     sampler = Scripted("")
     sampler.turns = [tokens]
-    play([rollout], sampler, chat, "seed", max_turn_tokens=20, max_rollout_tokens=200)
+    play([rollout], sampler, chat, ["seed"], max_turn_tokens=20, max_rollout_tokens=200)
     assert rollout.turns == [text]
     assert rollout.tokens[rollout.starts[0] :] == tokens != TOKENIZER.encode(f"{text}<|im_end|>")
 
@@ -207,13 +208,20 @@ def test_limits_cut_rollouts_off_without_a_reward() -> None:
     size = len(rollouts[0].tokens)
     right = "".join(f"?{item}" for item in rollouts[0].episode.items)
     sampler = Scripted(f"{right}<|im_end|>", "x" * 30, f"{right}<|im_end|>")
-    play(rollouts[:2], sampler, chat, "seed", max_turn_tokens=20, max_rollout_tokens=size + 20)
+    play(rollouts[:2], sampler, chat, ["a", "b"], max_turn_tokens=20, max_rollout_tokens=size + 20)
     assert sampler.calls[0][1] == [20, 20]
     for rollout in rollouts[:2]:  # the first one has no room for the observation, the second for its turn
         assert (rollout.reward, rollout.is_cut_off, len(rollout.turns)) == (0.0, True, 1)
     assert len(rollouts[1].tokens) == size + 20
     with pytest.raises(UserError, match=f"expected more than the {size} tokens of a prompt, got {size}"):
-        play(rollouts[2:], sampler, chat, "seed", max_turn_tokens=20, max_rollout_tokens=size)
+        play(
+            rollouts[2:],
+            sampler,
+            chat,
+            seeds_of("", rollouts[2:]),
+            max_turn_tokens=20,
+            max_rollout_tokens=size,
+        )
 
 
 def test_forks_share_exactly_what_precedes_the_turn() -> None:
@@ -224,7 +232,7 @@ def test_forks_share_exactly_what_precedes_the_turn() -> None:
         rollouts,
         Scripted(*[f"{right}<|im_end|>"] * 2, "1<|im_end|>", "2<|im_end|>"),
         chat,
-        "",
+        seeds_of("", rollouts),
         max_turn_tokens=20,
         max_rollout_tokens=200,
     )
@@ -235,7 +243,8 @@ def test_forks_share_exactly_what_precedes_the_turn() -> None:
     for fork in forks:
         assert (fork.inherited, fork.reward, fork.turns) == (1, None, [right])
     copies = [(list(r.tokens), list(r.logprobs), list(r.turns)) for r in rollouts]
-    play(forks, CachedSampler(model), chat, "forks", max_turn_tokens=20, max_rollout_tokens=200)
+    seeds = seeds_of("forks", forks)
+    play(forks, CachedSampler(model), chat, seeds, max_turn_tokens=20, max_rollout_tokens=200)
     assert copies == [
         (r.tokens, r.logprobs, r.turns) for r in rollouts
     ]  # they share no list with their forks
@@ -256,7 +265,7 @@ def test_a_reward_that_is_no_number_is_refused() -> None:
     chat, (rollout,) = started()
     rollout.episode = type("Wrong", (), {"reply": lambda self, turns: Reply(None, float("nan"))})()
     with pytest.raises(UserError, match="reward: expected a finite number, got nan after the turns"):
-        play([rollout], Scripted("a<|im_end|>"), chat, "seed", max_turn_tokens=20, max_rollout_tokens=200)
+        play([rollout], Scripted("a<|im_end|>"), chat, ["seed"], max_turn_tokens=20, max_rollout_tokens=200)
 
 
 def test_the_seed_decides_the_rollouts() -> None:
@@ -264,7 +273,14 @@ def test_the_seed_decides_the_rollouts() -> None:
 
     def tokens(seed: str) -> list[list[int]]:
         chat, rollouts = started(3)
-        play(rollouts, CachedSampler(model), chat, seed, max_turn_tokens=12, max_rollout_tokens=200)
+        play(
+            rollouts,
+            CachedSampler(model),
+            chat,
+            seeds_of(seed, rollouts),
+            max_turn_tokens=12,
+            max_rollout_tokens=200,
+        )
         return [rollout.tokens for rollout in rollouts]
 
     assert tokens("a") == tokens("a") != tokens("b")

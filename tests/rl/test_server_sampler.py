@@ -17,6 +17,7 @@ import pytest
 
 from tests.rl.test_sampling import TOKENIZER, started, tiny_model
 from tests.support.cases import for_each
+from tests.support.rl_runs import seeds_of
 from titan_tree.config.rl import ServerConfig
 from titan_tree.errors import UserError
 from titan_tree.rl.cached_sampler import CachedSampler
@@ -101,8 +102,8 @@ def test_every_context_gets_its_own_turn_in_order() -> None:
     contexts = [[i, 1] for i in range(100, 140)]
     with server(echo) as (url, requests):
         sampler = ServerSampler(url, "qwen", api_key="secret", concurrency=8)
-        turns = sampler.sample(contexts, [5] * 40, STOP, seed=3)
-        assert sampler.sample(contexts, [5] * 40, STOP, seed=3) == turns
+        turns = sampler.sample(contexts, [5] * 40, STOP, range(3, 3 + len(contexts)))
+        assert sampler.sample(contexts, [5] * 40, STOP, range(3, 3 + len(contexts))) == turns
     assert [turn.tokens[0] for turn in turns] == list(range(100, 140))
     assert all(turn.logprobs == [-0.5] * 3 for turn in turns)
     assert len({request["seed"] for request in requests}) == 40
@@ -136,7 +137,7 @@ def test_failed_requests_are_sent_again_with_the_same_seed(
         return echo(request, number)
 
     with server(fails_once) as (url, requests):
-        turns = ServerSampler(url, "m", timeout_s=0.5).sample([[8], [9]], [5, 5], STOP, seed=0)
+        turns = ServerSampler(url, "m", timeout_s=0.5).sample([[8], [9]], [5, 5], STOP, range(2))
     assert [turn.tokens[0] for turn in turns] == [8, 9]
     seeds = [(request["prompt"][0], request["seed"]) for request in requests]
     assert len(seeds) == 4
@@ -148,10 +149,10 @@ def test_a_server_that_never_answers_ends_the_run() -> None:
     with server(lambda request, number: b"") as (url, requests):
         sampler = ServerSampler(url, "m", attempts=3)
         with pytest.raises(UserError, match=r"no answer after 3 attempts, the last one failed with Remote"):
-            sampler.sample([[1]], [5], STOP, seed=0)
+            sampler.sample([[1]], [5], STOP, [0])
         assert len(requests) == 3
     with pytest.raises(UserError, match=r"no answer after 2 attempts.*Connection refused"):
-        ServerSampler(url, "m", attempts=2).sample([[1]], [5], STOP, seed=0)
+        ServerSampler(url, "m", attempts=2).sample([[1]], [5], STOP, [0])
 
 
 @for_each(
@@ -207,7 +208,7 @@ def test_a_server_that_never_answers_ends_the_run() -> None:
 def test_wrong_answers_are_reported(answer: Any, message: str) -> None:
     with server(lambda request, number: answer) as (url, requests):
         with pytest.raises(UserError, match=message):
-            ServerSampler(url, "m").sample([[1]], [5], STOP, seed=0)
+            ServerSampler(url, "m").sample([[1]], [5], STOP, [0])
         assert len(requests) == 1
 
 
@@ -216,7 +217,7 @@ def test_one_wrong_answer_among_many_is_not_lost() -> None:
         return turn([1, 2]) if request["prompt"] == [125] else echo(request, number)
 
     with server(wrong_once) as (url, _), pytest.raises(UserError, match="got 2 tokens that end with"):
-        ServerSampler(url, "m").sample([[i] for i in range(100, 150)], [5] * 50, STOP, seed=0)
+        ServerSampler(url, "m").sample([[i] for i in range(100, 150)], [5] * 50, STOP, range(50))
 
 
 def generated(tokens: list[int], logprobs: list[Any] | None = None, **other: Any) -> dict[str, Any]:
@@ -237,7 +238,7 @@ def test_sglang_is_asked_through_its_own_endpoint() -> None:
 
     with server(echo_ids) as (url, requests):
         sampler = ServerSampler(url, api_key="secret", api="sglang")
-        turns = sampler.sample([[8, 1], [9, 1]], [5, 6], STOP, seed=3)
+        turns = sampler.sample([[8, 1], [9, 1]], [5, 6], STOP, range(3, 5))
     assert [turn.tokens for turn in turns] == [[8, STOP], [9, STOP]]
     assert turns[0].logprobs == [-0.25, -1.5]
     first = next(request for request in requests if request["input_ids"] == [8, 1])
@@ -261,7 +262,7 @@ def test_sglang_is_asked_through_its_own_endpoint() -> None:
 def test_sglang_may_end_a_turn_with_another_end_of_text_token() -> None:
     finish = {"type": "stop", "matched": 6}
     with server(lambda request, number: generated([1, 6], finish_reason=finish)) as (url, _):
-        (completion,) = ServerSampler(url, api="sglang").sample([[1]], [5], STOP, seed=0)
+        (completion,) = ServerSampler(url, api="sglang").sample([[1]], [5], STOP, [0])
     assert completion.tokens == [1, 6]  # without the token that ends a turn, so its rollout is cut off
 
 
@@ -285,7 +286,7 @@ def test_sglang_may_end_a_turn_with_another_end_of_text_token() -> None:
 def test_wrong_answers_of_sglang_are_reported(answer: Any, message: str) -> None:
     with server(lambda request, number: answer) as (url, requests):
         with pytest.raises(UserError, match=message):
-            ServerSampler(url, api="sglang").sample([[1]], [5], STOP, seed=0)
+            ServerSampler(url, api="sglang").sample([[1]], [5], STOP, [0])
         assert len(requests) == 1
 
 
@@ -328,7 +329,7 @@ def as_vllm(rows: Any, prompt: Any = None) -> dict[str, Any]:
 def test_experts_of_all_tokens_but_the_last_one_are_kept(api: Any, answer: Any) -> None:
     """The context has three tokens and the turn two; the model has not read the last one."""
     with server(lambda request, number: answer) as (url, requests):
-        (completion,) = ServerSampler(url, "m", api=api, experts=SIZES).sample([[1, 2, 3]], [5], STOP, seed=0)
+        (completion,) = ServerSampler(url, "m", api=api, experts=SIZES).sample([[1, 2, 3]], [5], STOP, [0])
         assert requests[0].get("return_routed_experts") == (True if api == "sglang" else None)
     assert completion.experts.dtype == np.int16
     assert np.array_equal(completion.experts, routes(4))
@@ -367,7 +368,7 @@ def test_experts_of_all_tokens_but_the_last_one_are_kept(api: Any, answer: Any) 
 )
 def test_wrong_experts_are_reported(api: Any, answer: Any, message: str) -> None:
     with server(lambda request, number: answer) as (url, _), pytest.raises(UserError, match=message):
-        ServerSampler(url, "m", api=api, experts=SIZES).sample([[1, 2, 3]], [5], STOP, seed=0)
+        ServerSampler(url, "m", api=api, experts=SIZES).sample([[1, 2, 3]], [5], STOP, [0])
 
 
 def test_closing_ends_requests_that_are_under_way() -> None:
@@ -380,7 +381,7 @@ def test_closing_ends_requests_that_are_under_way() -> None:
 
     with server(hang) as (url, _):
         sampler = ServerSampler(url, "m")
-        future = in_daemon(lambda: sampler.sample([[1]] * 3, [5] * 3, STOP, 0), "test")
+        future = in_daemon(lambda: sampler.sample([[1]] * 3, [5] * 3, STOP, range(3)), "test")
         assert arrived.wait(10)
         started = time.monotonic()
         sampler.close()
@@ -388,7 +389,7 @@ def test_closing_ends_requests_that_are_under_way() -> None:
             future.result(timeout=10)
         assert time.monotonic() - started < 2.0
         with pytest.raises(StoppedError):
-            sampler.sample([[1]], [5], STOP, 0)
+            sampler.sample([[1]], [5], STOP, [0])
         released.set()
 
 
@@ -458,7 +459,7 @@ def test_a_key_that_the_server_sends_back_is_hidden(echo: str) -> None:
     parts = {echo[-24:-4], KEY, "SECRET"}
     for answer in answers:
         with server(lambda request, number, a=answer: a) as (url, _), pytest.raises(UserError) as refused:
-            ServerSampler(url, "m", api_key=KEY, attempts=1).sample([[1]], [5], STOP, seed=0)
+            ServerSampler(url, "m", api_key=KEY, attempts=1).sample([[1]], [5], STOP, [0])
         assert not [part for part in parts if part in str(refused.value)], (answer, str(refused.value))
         assert len(str(refused.value)) < 1500
 
@@ -521,7 +522,7 @@ def test_answers_that_are_not_what_http_and_json_allow_end_in_one_line(answer: b
         server(lambda request, number: answer) as (url, _),
         pytest.raises(UserError, match=message) as refused,
     ):
-        ServerSampler(url, "m", attempts=1).sample([[1]], [5], STOP, seed=0)
+        ServerSampler(url, "m", attempts=1).sample([[1]], [5], STOP, [0])
     assert len(str(refused.value)) < 500
 
 
@@ -531,7 +532,7 @@ def test_answers_that_are_not_what_http_and_json_allow_end_in_one_line(answer: b
 def test_a_server_that_sends_a_byte_at_a_time_does_not_hold_the_run(head: bytes) -> None:
     """Each byte arrives long before a connection counts as silent."""
     with trickle(head) as url, pytest.raises(UserError, match=r"failed with no whole answer within 0\.4 s"):
-        ServerSampler(url, "m", timeout_s=0.4, attempts=1).sample([[1]], [5], STOP, seed=0)
+        ServerSampler(url, "m", timeout_s=0.4, attempts=1).sample([[1]], [5], STOP, [0])
 
 
 @contextmanager
@@ -562,12 +563,13 @@ def test_rollouts_from_a_server_are_those_of_its_model() -> None:
     def complete(request: dict[str, Any], number: int) -> dict[str, Any]:
         with lock:
             sampler, (stop,) = CachedSampler(model), request["stop_token_ids"]
-            (own,) = sampler.sample([request["prompt"]], [request["max_tokens"]], stop, request["seed"])
+            (own,) = sampler.sample([request["prompt"]], [request["max_tokens"]], stop, [request["seed"]])
         return turn(own.tokens, own.logprobs)
 
     chat, rollouts = started(3)
     with server(complete) as (url, requests):
-        play(rollouts, ServerSampler(url, "m"), chat, "seed", max_turn_tokens=12, max_rollout_tokens=200)
+        sampler, seeds = ServerSampler(url, "m"), seeds_of("seed", rollouts)
+        play(rollouts, sampler, chat, seeds, max_turn_tokens=12, max_rollout_tokens=200)
     assert len(requests) >= 3
     for rollout in rollouts:
         assert rollout.reward is not None

@@ -165,9 +165,9 @@ def test_rollouts_have_the_logprobs_of_the_trained_model(tmp_path: Path, model: 
 
 def test_metrics_describe_the_rollouts(tmp_path: Path) -> None:
     class Recorded(RLTrainer):
-        def _play(self, rollouts: list[Rollout], seed: str) -> None:
-            super()._play(rollouts, seed)
-            played.append(list(rollouts))
+        def _play(self, groups: list[list[Rollout]], names: list[str]) -> None:
+            super()._play(groups, names)
+            played.append([rollout for group in groups for rollout in group])
 
     played: list[list[Rollout]] = []
     trainer = with_short_turns(Recorded(tiny(tmp_path, "rl.environment=letters", "training.steps=1")))
@@ -315,7 +315,7 @@ def test_rollouts_that_the_model_cannot_read_are_refused(
     """Samplers with weights of their own may have other limits."""
 
     class Foreign:
-        def sample(self, contexts: Any, limits: Any, stop: int, seed: int) -> list[Completion]:
+        def sample(self, contexts: Any, limits: Any, stop: int, seeds: Any) -> list[Completion]:
             turn = [*[275] * tokens, stop] if tokens == 1 else [*[97] * tokens, stop]
             return [Completion(turn, [-1.0] * len(turn)) for _ in contexts]
 

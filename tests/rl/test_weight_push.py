@@ -43,7 +43,7 @@ def test_a_server_samples_from_the_weights_in_the_folder(api: str, tmp_path: Pat
             assert [each.name for each in (tmp_path / "weights").iterdir()] == [f"run-{step}"]
             for name, weight in server.model.state_dict().items():
                 assert torch.equal(weight, model.state_dict()[name]), name
-            (turn,) = sampler.sample([[1, 2, 3]], [12], 258, seed=step)
+            (turn,) = sampler.sample([[1, 2, 3]], [12], 258, [step])
             with torch.no_grad():
                 (expected,) = tree_logprobs(model, [[1, 2, 3, *turn.tokens]])
             torch.testing.assert_close(torch.tensor(turn.logprobs), expected[2:], atol=1e-4, rtol=0)
@@ -125,10 +125,10 @@ def test_other_weights_than_those_that_were_sent_are_reported(api: str, tmp_path
     with rollout_server(server) as url:
         sampler = pushing(url, api, tmp_path / "w")
         sampler.update(tiny_model(), 1)
-        sampler.sample([[1]], [3], 258, seed=0)
+        sampler.sample([[1]], [3], 258, [0])
         server.version = "another"
         with pytest.raises(UserError, match="version: expected 'run-1', which this run sent, got 'another'"):
-            sampler.sample([[1]], [3], 258, seed=0)
+            sampler.sample([[1]], [3], 258, [0])
         named = {"vllm": "/weight_info", "sglang": "/get_weight_version"}[api]
         server.fail = lambda path, body: {"weight_version": "old"} if path == named else None
         with pytest.raises(
@@ -148,7 +148,7 @@ def test_an_answer_of_other_weights_is_reported(tmp_path: Path) -> None:
             {"weight_version": "run-1"} if path == "/get_weight_version" else None
         )
         with pytest.raises(UserError, match=r"weight version: expected 'run-1', .*, got 'another'"):
-            sampler.sample([[1]], [3], 258, seed=0)
+            sampler.sample([[1]], [3], 258, [0])
 
 
 @pytest.mark.parametrize("api", ["vllm", "sglang"])
@@ -161,7 +161,7 @@ def test_servers_without_versions_are_used_with_a_warning(
         sampler = pushing(url, api, tmp_path / "w")
         for step in range(2):
             sampler.update(tiny_model(), step)
-            sampler.sample([[1]], [3], 258, seed=0)
+            sampler.sample([[1]], [3], 258, [0])
     assert caplog.text.count("does not report the version of its weights") == 1
 
 
@@ -192,7 +192,7 @@ def test_an_adapter_is_loaded_under_the_name_of_its_version(api: str, tmp_path: 
                     torch.nn.init.normal_(parameter, std=0.3)
             sampler.update(model, step)
             assert list(server.adapters) == [f"run-{step}"]
-            (turn,) = sampler.sample([[1, 2, 3]], [12], 258, seed=step)
+            (turn,) = sampler.sample([[1, 2, 3]], [12], 258, [step])
             asked = server.samples[-1]
             assert (asked["model"] if api == "vllm" else asked["lora_path"]) == f"run-{step}"
             with torch.no_grad():

@@ -9,6 +9,7 @@ from typing import Any
 from titan_tree.config.rl import RLRunConfig
 from titan_tree.config.toml import load_tables
 from titan_tree.rl.environment import DeskEpisode, Reply
+from titan_tree.rl.rollouts import Rollout
 from titan_tree.rl.trainer import RLTrainer
 
 DEMO = Path(__file__).parents[2] / "train_configs" / "rl_demo.toml"
@@ -56,14 +57,18 @@ def rows(folder: Path) -> list[dict[str, str]]:
         return [{k: v for k, v in row.items() if k not in MEASURED} for row in csv.DictReader(file)]
 
 
+def seeds_of(name: str, rollouts: Sequence[Rollout]) -> list[str]:
+    return [f"{name}/{i}" for i in range(len(rollouts))]
+
+
 def with_short_turns(trainer: RLTrainer) -> RLTrainer:
     """Ends turns after at most five tokens, because a model with random weights would hardly end them."""
     sample = trainer.sampler.sample
 
-    def shorter(contexts: Any, limits: Any, stop: int, seed: int) -> Any:
-        turns, draw = sample(contexts, limits, stop, seed), random.Random(seed)
-        for tokens, logprobs, _ in turns:
-            end = draw.randint(1, 5)
+    def shorter(contexts: Any, limits: Any, stop: int, seeds: Any) -> Any:
+        turns = sample(contexts, limits, stop, seeds)
+        for (tokens, logprobs, _), seed in zip(turns, seeds, strict=True):
+            end = random.Random(seed).randint(1, 5)
             if len(tokens) > end:
                 tokens[end:], logprobs[end:] = [stop], [-5.0]
         return turns

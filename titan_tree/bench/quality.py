@@ -193,7 +193,7 @@ def rewards(trainer: Trainer, environment: Environment, tasks: Sequence[str]) ->
     rollouts = [r for task in tasks for r in chat.start(environment.episode(random.Random(task)), 1)]
     sampler = default_sampler(trainer.model)
     limits = {"max_turn_tokens": MAX_TURN_TOKENS, "max_rollout_tokens": MAX_ROLLOUT_TOKENS}
-    play(rollouts, sampler, chat, tasks[0], **limits)
+    play(rollouts, sampler, chat, tasks, **limits)
     return [rollout.reward for rollout in rollouts if rollout.reward is not None]
 
 

@@ -134,8 +134,6 @@ class CheckedRLTrainer(RLTrainer):
 
     def paths(self, step: int) -> list[list[TokenPath]]:
         by_task = super().paths(step)
-        if step == 1:
-            self.update = self.compare_layouts(by_task)
         if step % 20 == 1:
             paths = by_task[0]
             with torch.no_grad():
@@ -145,6 +143,9 @@ class CheckedRLTrainer(RLTrainer):
                 for score, path in zip(scores, paths, strict=True)
                 if (old := path.old_logprobs) is not None
             )
+        if step == 1:
+            self.add_logprobs([TokenTree.from_paths(paths, self.config.data.replay) for paths in by_task])
+            self.update = self.compare_layouts(by_task)
         return by_task
 
     @torch.no_grad()

@@ -81,8 +81,8 @@ def all_reduce_named(loss: Tensor, sums: dict[str, Tensor]) -> tuple[Tensor, dic
     return total[0], dict(zip(names, total[1:], strict=True))
 
 
-def call_on_all_ranks_keep_rank0(function: Callable[[], T]) -> T:
-    """Calls a function on every rank. All return rank 0's result, or raise the first error of any rank."""
+def call_and_gather(function: Callable[[], T]) -> list[T]:
+    """Calls a function on every rank. All return the results by rank, or raise the first error of any."""
     outcome: tuple[object, Exception | None]
     try:
         outcome = function(), None
@@ -93,10 +93,16 @@ def call_on_all_ranks_keep_rank0(function: Callable[[], T]) -> T:
     of_ranks = [outcome] * world_size()
     if world_size() > 1:
         dist.all_gather_object(of_ranks, outcome)
+        of_ranks[rank()] = outcome  # its error has a traceback
     for _, failure in of_ranks:
         if failure is not None:
             raise failure
-    return cast(T, of_ranks[0][0])
+    return [cast(T, result) for result, _ in of_ranks]
+
+
+def call_on_all_ranks_keep_rank0(function: Callable[[], T]) -> T:
+    """Calls a function on every rank. All return rank 0's result, or raise the first error of any rank."""
+    return call_and_gather(function)[0]
 
 
 def call_on_all_ranks(function: Callable[[], T]) -> T:

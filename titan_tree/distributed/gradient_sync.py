@@ -76,6 +76,23 @@ def reshard(model: TreeModel) -> None:
             module.reshard()
 
 
+@contextmanager
+def unsharded(model: TreeModel) -> Iterator[None]:
+    """Gathers all weights that FSDP2 shards while the context is open. Collective at its start.
+
+    Modules then compute without communication, so ranks may run different numbers of passes. Each rank holds
+    all weights in the dtype of the computation, as in a step with partitions.
+    """
+    reshard(model)  # what a failed step has left gathered may be stale
+    try:
+        for module in model.root.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+        yield
+    finally:
+        reshard(model)
+
+
 Cast = tuple[nn.Parameter, nn.Parameter]  # a weight and its copy in the dtype of the computation
 # By module and name. Copies stay between steps: making them anew took the host 13 ms of every step of
 # Qwen3-0.6B, in which the GPU waited.

@@ -23,7 +23,7 @@ from titan_tree.models.decoder import Decoder
 from titan_tree.models.layers import MLP
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.rl.context_cache import Bundles, ContextCache
-from titan_tree.rl.sampler import Completion, longest_row
+from titan_tree.rl.sampler import Completion, draw, longest_row, uniforms
 
 SHRINK = 0.8  # on a CPU, finished rows are dropped once at most this share of the batch is unfinished
 SLOTS = 256  # a step reads up to this many empty slots of a turn; a smaller number needs more CUDA graphs
@@ -41,7 +41,8 @@ class CachedSampler:
     Hydragen (arXiv:2402.05099). Log-probs are those of ``tree_logprobs`` up to rounding.
 
     Args:
-        model: a dense decoder of titan_tree on one device. The sampler uses its current weights.
+        model: a dense decoder of titan_tree. The sampler uses its current weights, which must not be sharded
+            while it samples (``unsharded``).
 
     Raises:
         UserError: the model has experts, recurrent layers, or layers of transformers.
@@ -57,7 +58,7 @@ class CachedSampler:
 
     @torch.no_grad()
     def sample(
-        self, contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], stop: int, seed: int
+        self, contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], stop: int, seeds: Sequence[int]
     ) -> list[Completion]:
         """See ``Sampler``. It is deterministic.
 
@@ -65,26 +66,22 @@ class CachedSampler:
             UserError: a context and its turn may exceed the model's positions, or log-probs are NaN.
         """
         longest_row(contexts, max_tokens, self.model.config.max_position_embeddings)
-        generator = torch.Generator(self._device).manual_seed(seed)
         completions: list[Completion] = []
         with cast_weights(self.model):
             batch = self._rows(max(map(len, contexts)) + max(max_tokens))
             for start in range(0, len(contexts), batch):
                 rows = slice(start, start + batch)
-                completions += self._sample_batch(contexts[rows], max_tokens[rows], stop, generator)
+                completions += self._sample_batch(contexts[rows], max_tokens[rows], stop, seeds[rows])
         return completions
 
     def _sample_batch(
-        self,
-        contexts: Sequence[Sequence[int]],
-        max_tokens: Sequence[int],
-        stop: int,
-        generator: torch.Generator,
+        self, contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], stop: int, seeds: Sequence[int]
     ) -> list[Completion]:
         completions = [Completion([], []) for _ in contexts]
         cache = self._read(contexts, max(max_tokens))
         last_tokens = self._tensor([context[-1] for context in contexts])
         slot = self._tensor([0])
+        uniform = torch.tensor(uniforms(seeds, max(max_tokens)), dtype=torch.float64, device=self._device)
         context_of_row = list(range(len(contexts)))
         unfinished_rows = list(context_of_row)
         num_slots = 0  # number of slots of a turn that ``step`` reads
@@ -93,14 +90,15 @@ class CachedSampler:
                 break
             if self._device.type == "cpu" and len(unfinished_rows) <= SHRINK * len(context_of_row):
                 rows = self._tensor(unfinished_rows)
-                last_tokens, cache = last_tokens[rows], cache.select(rows)
+                last_tokens, uniform, cache = last_tokens[rows], uniform[rows], cache.select(rows)
                 context_of_row = [context_of_row[row] for row in unfinished_rows]
                 num_slots = 0
             if position >= num_slots:
                 num_slots = position + SLOTS
                 extend = partial(self._extend, cache=cache.first_slots(num_slots))
                 step = self._graphs.capture(extend, last_tokens, slot)
-            last_tokens, tokens, logprobs = draw(step(last_tokens, slot), generator)
+            last_tokens, logprobs_of_rows = draw(step(last_tokens, slot), uniform[:, position])
+            tokens, logprobs = on_host(last_tokens, logprobs_of_rows)
             slot += 1
             unfinished_rows = []
             for row, (i, token, logprob) in enumerate(zip(context_of_row, tokens, logprobs, strict=True)):
@@ -252,24 +250,17 @@ def aligned(size: int) -> int:
     return math.ceil(size / 8) * 8
 
 
-def draw(logits: Tensor, generator: torch.Generator) -> tuple[Tensor, list[int], list[float]]:
-    """Draws a token from each row of logits [B, V], as ``torch.multinomial`` does, but waits for a GPU once.
-
-    Returns:
-        The tokens [B], the same as a list, and their log-probs.
+def on_host(tokens: Tensor, logprobs: Tensor) -> tuple[list[int], list[float]]:
+    """Returns sampled tokens [B] and their log-probs [B] as lists. It waits for a GPU once.
 
     Raises:
         UserError: log-probs are NaN.
     """
-    logprobs = logits.float().log_softmax(-1)
-    noise = torch.empty_like(logprobs).exponential_(generator=generator)
-    tokens = (logprobs.exp() / noise).argmax(-1)
-    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
     # One copy to the host. fp64 holds ids and log-probs exactly.
-    ids, values = torch.stack((tokens.double(), chosen.double())).tolist()
+    ids, values = torch.stack((tokens.double(), logprobs.double())).tolist()
     if any(map(math.isnan, values)):
         raise UserError(
             "CachedSampler: the model's log-probs: expected numbers, got nan; check that its weights are "
             "finite, or set training.dtype to float32"
         )
-    return tokens, list(map(int, ids)), values
+    return list(map(int, ids)), values

@@ -15,7 +15,7 @@ from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.models.pretrained import import_transformers
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.rl.cached_sampler import CachedSampler, is_dense_decoder
-from titan_tree.rl.sampler import Completion, Sampler, longest_row
+from titan_tree.rl.sampler import Completion, Sampler, draw, longest_row, uniforms
 
 
 class GenerateSampler:
@@ -25,7 +25,8 @@ class GenerateSampler:
     once. Log-probs are those of ``tree_logprobs`` up to rounding.
 
     Args:
-        model: any model on one device. The sampler uses its current weights, in the dtype of training.
+        model: any model. The sampler uses its current weights, in the dtype of training. They must not be
+            sharded while it samples (``unsharded``).
 
     Raises:
         UserError: transformers does not implement the model, or is not installed.
@@ -40,9 +41,9 @@ class GenerateSampler:
 
     @torch.no_grad()
     def sample(
-        self, contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], stop: int, seed: int
+        self, contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], stop: int, seeds: Sequence[int]
     ) -> list[Completion]:
-        """See ``Sampler``. It is deterministic, and leaves torch's random state unchanged.
+        """See ``Sampler``. It is deterministic.
 
         Raises:
             UserError: a context and its turn may exceed the model's positions.
@@ -51,10 +52,9 @@ class GenerateSampler:
         distinct = {tuple(context): row for row, context in enumerate(dict.fromkeys(map(tuple, contexts)))}
         tokens, mask = self._left_padded(list(distinct))
         rows = self._tensor([distinct[tuple(context)] for context in contexts])
-        record = _Record(self._tensor(max_tokens))
-        cuda = [self._device] if self._device.type == "cuda" else []
-        with cast_weights(self.model), torch.random.fork_rng(cuda):
-            torch.manual_seed(seed)
+        uniform = torch.tensor(uniforms(seeds, max(max_tokens)), dtype=torch.float64, device=self._device)
+        record = _Record(self._tensor(max_tokens), uniform)
+        with cast_weights(self.model):
             cache = self._read(tokens, mask)
             if cache is not None:
                 cache.reorder_cache(rows)
@@ -62,14 +62,11 @@ class GenerateSampler:
                 tokens[rows],
                 attention_mask=mask[rows],
                 past_key_values=cache,
-                do_sample=True,
-                temperature=1.0,
-                top_k=0,
-                top_p=1.0,
+                do_sample=False,  # ``record`` draws the tokens
                 eos_token_id=stop,
                 pad_token_id=stop,
                 max_new_tokens=max(max_tokens),
-                logits_processor=[record.logits],
+                logits_processor=[record.draw],
                 stopping_criteria=[record.is_done],
             )
         sampled = out[:, tokens.shape[1] :].tolist()
@@ -107,28 +104,27 @@ class GenerateSampler:
 
 
 class _Record:
-    """Records the log-probs of sampled tokens, and ends rows at their limits.
-
-    ``output_logits`` of ``generate`` would store V numbers per token instead of one.
+    """Draws tokens, records their log-probs, and ends rows at their limits.
 
     Args:
         limits: [B], the maximal number of tokens of each row.
+        uniform: [B, T] fp64, the random numbers of each row's tokens.
     Attributes:
         logprobs: one tensor [B] fp32 per sampled token, in nats.
     """
 
-    def __init__(self, limits: Tensor) -> None:
-        self.limits = limits
+    def __init__(self, limits: Tensor, uniform: Tensor) -> None:
+        self.limits, self.uniform = limits, uniform
         self.logprobs: list[Tensor] = []
 
-    def logits(self, tokens: Tensor, logits: Tensor) -> Tensor:
-        """Stores the log-probs [B, V] of the next token. Returns the logits unchanged."""
-        self._next = logits.float().log_softmax(-1)
-        return logits
+    def draw(self, _: Tensor, logits: Tensor) -> Tensor:
+        """Draws the next token of each row. Returns scores [B, V] whose largest one is the token's."""
+        tokens, logprobs = draw(logits, self.uniform[:, len(self.logprobs)])
+        self.logprobs.append(logprobs)
+        return torch.zeros_like(logits).scatter_(1, tokens[:, None], 1.0)
 
     def is_done(self, tokens: Tensor, _: Any, **__: Any) -> Tensor:
-        """Records the log-prob of the newest token. Returns whether each row has reached its limit, [B]."""
-        self.logprobs.append(self._next.gather(1, tokens[:, -1:])[:, 0])
+        """Returns whether each row has reached its limit, [B]."""
         return len(self.logprobs) >= self.limits
 
 

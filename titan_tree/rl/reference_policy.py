@@ -7,10 +7,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.config.rl import RLRunConfig
-from titan_tree.distributed.mesh import OneRank
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.hf.snapshot_files import fingerprint, fingerprint_files
@@ -24,7 +24,7 @@ from titan_tree.run.model_setup import (
     start_weights,
 )
 from titan_tree.scoring.score_trees import set_logprobs
-from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
 
 
 class Reference:
@@ -32,11 +32,12 @@ class Reference:
 
     The weights at the start follow from the configuration, so a resumed run has the same reference. If they
     are the frozen base of LoRA, the trained model scores without its updates. Otherwise, the reference is a
-    model of its own.
+    model of its own, which ranks share as they share the trained one.
 
     Args:
         config: the run's configuration.
-        step: the training step, whose model, device and partitioner the reference uses.
+        step: the training step, whose model and partitioner the reference uses.
+        mesh: all ranks.
 
     Attributes:
         identity: a text that determines the weights. A run must resume with the same identity.
@@ -45,7 +46,7 @@ class Reference:
         UserError: the reference cannot be loaded.
     """
 
-    def __init__(self, config: RLRunConfig, step: TreeStep) -> None:
+    def __init__(self, config: RLRunConfig, step: TreeStep, mesh: DeviceMesh) -> None:
         folder, lora = config.rl.reference, config.lora
         self.step, self.max_tokens = step, config.data.max_tokens
         self.identity = start_weights(config) if folder is None else f"snapshot {fingerprint(Path(folder))}"
@@ -56,11 +57,10 @@ class Reference:
         if self.is_base:
             return
         model = config.model if folder is None else snapshot_model(config.model, folder)
-        mesh = OneRank(step.device.type)
         adapted = lora if folder is None else None
         self.model = build_parallel_model(model, config.training, config.parallel, mesh, adapted)
         self.model.requires_grad_(False)
-        if dtype := self.model.compute_dtype:
+        if mesh.size() == 1 and (dtype := self.model.compute_dtype):
             for weight in self.model.parameters():  # cast once instead of in every step
                 weight.data = weight.data.to(dtype)
 
@@ -72,12 +72,12 @@ class Reference:
                 "restore it, or set checkpoint.allow_changes = true"
             )
 
-    def set_ref_logprobs(self, groups: Sequence[Sequence[TokenPath]]) -> None:
-        """Sets ``ref_logprobs`` of all paths. Each group becomes a tree."""
+    def set_ref_logprobs(self, trees: Sequence[TokenTree]) -> None:
+        """Sets ``ref_logprobs`` of all paths of this rank's trees. Collective."""
         with adapters_off(self.model) if self.is_base else nullcontext():
             set_logprobs(
                 self.model,
-                groups,
+                trees,
                 "ref_logprobs",
                 max_tokens=self.max_tokens,
                 partitioner=self.step.partitioner,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import random
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -211,7 +210,7 @@ def play(
     rollouts: Sequence[Rollout],
     sampler: Sampler,
     chat: Chat,
-    seed: str,
+    seeds: Sequence[str],
     *,
     max_turn_tokens: int,
     max_rollout_tokens: int,
@@ -221,30 +220,30 @@ def play(
     A rollout that reaches a limit is cut off.
 
     Args:
-        seed: equal seeds give equal rollouts if the weights are equal and the sampler is deterministic.
+        seeds: one per rollout. Equal seeds give equal rollouts if the weights are equal and the sampler is
+            deterministic, whatever the other rollouts are.
         max_turn_tokens: maximum number of tokens of one turn.
         max_rollout_tokens: maximum number of tokens of each context, prompt included.
 
     Raises:
         UserError: a prompt leaves no room for a turn. Errors of the sampler also pass through.
     """
-    unfinished = list(rollouts)
-    for rollout in unfinished:
+    for rollout in rollouts:
         if len(rollout.context) >= max_rollout_tokens:
             raise UserError(
                 f"rl.max_rollout_tokens: expected more than the {len(rollout.context):,} tokens of a prompt, "
                 f"got {max_rollout_tokens:,}; raise it"
             )
-    turn = 0
+    unfinished, turn = list(zip(rollouts, seeds, strict=True)), 0
     while unfinished:
-        contexts = [rollout.context for rollout in unfinished]
+        contexts = [rollout.context for rollout, _ in unfinished]
         max_tokens = [min(max_turn_tokens, max_rollout_tokens - len(context)) for context in contexts]
-        turn_seed = random.Random(f"{seed}/{turn}").getrandbits(62)
-        completions = sampler.sample(contexts, max_tokens, chat.end, turn_seed)
-        for rollout, completion in zip(unfinished, completions, strict=True):
+        turn_seeds = [random.Random(f"{seed}/{turn}").getrandbits(62) for _, seed in unfinished]
+        completions = sampler.sample(contexts, max_tokens, chat.end, turn_seeds)
+        for (rollout, _), completion in zip(unfinished, completions, strict=True):
             rollout.write(*completion)
             _answer(rollout, chat, max_rollout_tokens)
-        unfinished = [rollout for rollout in unfinished if rollout.reward is None]
+        unfinished = [(rollout, seed) for rollout, seed in unfinished if rollout.reward is None]
         turn += 1
 
 
@@ -292,7 +291,6 @@ def token_paths(
     ]
 
 
-def mean_reward(groups: Sequence[Sequence[Rollout]]) -> float:
-    """Returns the mean reward of finished rollouts, over all tasks together."""
-    rewards = [rollout.reward for rollout in chain.from_iterable(groups)]
-    return statistics.fmean(reward for reward in rewards if reward is not None)
+def rewards(groups: Sequence[Sequence[Rollout]]) -> list[float]:
+    """Returns the rewards of finished rollouts."""
+    return [r.reward for r in chain.from_iterable(groups) if r.reward is not None]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
+import statistics
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -13,11 +15,13 @@ from titan_tree.checkpoint.changes import DECISIVE, config_changes
 from titan_tree.config import LoRAConfig, LossConfig, LRSchedulerConfig
 from titan_tree.config.rl import RLConfig, RLRunConfig, WarmStartConfig
 from titan_tree.config.toml import load_tables
+from titan_tree.distributed.collectives import call_and_gather, call_on_all_ranks
+from titan_tree.distributed.gradient_sync import unsharded
 from titan_tree.distributed.parallelize import check_quantize
 from titan_tree.errors import UserError
 from titan_tree.models.lora.adapters import add_lora
 from titan_tree.rl.environment import Demonstrator
-from titan_tree.rl.rollouts import mean_reward
+from titan_tree.rl.rollouts import rewards
 from titan_tree.rl.sampler import Sampler
 from titan_tree.rl.trainer import EpisodeTrainer, RLTrainer, check_model, check_settings
 from titan_tree.run.build import build_router_bias
@@ -54,11 +58,14 @@ class WarmStart(EpisodeTrainer):
         super().train()
 
     def paths(self, step: int) -> list[list[TokenPath]]:
-        """Returns the demonstrations of each task."""
+        """Returns the demonstrations of each task of this rank."""
+        return call_on_all_ranks(lambda: self._demonstrations(step))
+
+    def _demonstrations(self, step: int) -> list[list[TokenPath]]:
         assert self.tokenizer is not None
         assert isinstance(self.environment, Demonstrator)
         by_task = []
-        for task in range(self.config.data.global_batch_groups):
+        for task in self.own(range(self.config.data.global_batch_groups)):
             name = f"{self.config.data.seed}/warm start/{step}/{task}"
             demonstrations = self.environment.demonstrations(random.Random(name))
             tools = getattr(self.environment.episode(random.Random(name)), "tools", None)
@@ -94,10 +101,11 @@ class WarmStart(EpisodeTrainer):
         super().finish()
 
     def _measure(self, step: int) -> float:
-        tasks = range(self.config.warm_start.measured_tasks)
-        return mean_reward(
-            self.sample([f"{self.config.data.seed}/measured/{step}/{task}" for task in tasks], 1)
-        )
+        tasks = self.own(range(self.config.warm_start.measured_tasks))
+        names = [f"{self.config.data.seed}/measured/{step}/{task}" for task in tasks]
+        with unsharded(self.model):
+            of_ranks = call_and_gather(lambda: rewards(self.sample(names, 1)))
+        return statistics.fmean(chain.from_iterable(of_ranks))
 
 
 def run(config: RLRunConfig, sampler: Sampler | None = None) -> None:

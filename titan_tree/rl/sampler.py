@@ -1,18 +1,29 @@
-"""Sampler: the protocol of objects that continue contexts of token ids with one turn each."""
+"""Sampler: the protocol of objects that continue contexts of token ids with one turn each.
+
+``draw`` samples a token for each row of logits. Each row has random numbers of its own, so a turn does not
+depend on the turns that are sampled together with it.
+
+Shapes: B rows, V vocabulary size.
+"""
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from titan_tree.errors import UserError
 from titan_tree.models.tree_model import TreeModel
 
 T = TypeVar("T")
+
+UNIT = 2.0**40  # the integer that stands for probability 1
 
 
 class Completion(NamedTuple):
@@ -33,7 +44,7 @@ class Sampler(Protocol):
     """Samples turns at temperature 1 from the whole vocabulary."""
 
     def sample(
-        self, contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], stop: int, seed: int
+        self, contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], stop: int, seeds: Sequence[int]
     ) -> list[Completion]:
         """Samples one turn for each context, in the same order.
 
@@ -41,8 +52,8 @@ class Sampler(Protocol):
             contexts: token ids. Several may be equal.
             max_tokens: maximal number of tokens of each turn.
             stop: the id that ends a turn.
-            seed: a number from 0 to 2**62. With the same weights and arguments, the same seed gives the same
-                turns if the sampler is deterministic.
+            seeds: a number from 0 to 2**62 for each turn. With the same weights, context and limit, the same
+                seed gives the same turn if the sampler is deterministic, whatever the other contexts are.
         """
         ...
 
@@ -76,6 +87,31 @@ def longest_row(contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], nu
             "for a context and its turn; lower it"
         )
     return size
+
+
+def uniforms(seeds: Sequence[int], number: int) -> list[list[float]]:
+    """Returns ``number`` random numbers from [0, 1) for each seed."""
+    return [[source.random() for _ in range(number)] for source in map(random.Random, seeds)]
+
+
+def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Draws a token from each row of logits.
+
+    Probabilities become integers, whose sums are exact in any order. CUDA's sums of floats are not
+    deterministic.
+
+    Args:
+        logits: [B, V].
+        uniform: [B] fp64, a random number from [0, 1) for each row.
+
+    Returns:
+        The tokens [B], and their log-probs [B] in fp32: NaN if the row's are.
+    """
+    logprobs = logits.float().log_softmax(-1)
+    ends = (logprobs.exp() * UNIT).long().cumsum(-1)
+    chosen = (uniform * ends[:, -1]).long()[:, None]
+    tokens = torch.searchsorted(ends, chosen, right=True).clamp_max(logits.shape[1] - 1)
+    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
 
 
 def in_daemon(function: Callable[[], T], name: str) -> Future[T]:

@@ -3,8 +3,11 @@
     episodes -> rollouts, turn by turn -> branches -> advantages -> TokenTrees -> TreeStep -> optimizer
 
 The weights sample right before the step that trains on the rollouts. Only a ``RemoteSampler`` may sample one
-step ahead. All random choices of a step follow from ``data.seed`` and the step's number, so a resumed run
-needs no other state.
+step ahead. All random choices of a rollout follow from ``data.seed``, the step, the task and the rollout's
+number. A resumed run therefore needs no other state, and any number of ranks samples the same rollouts.
+
+Rank r of R samples the tasks r, r + R, ... of a step. Their trees then travel to the ranks that train on
+them (balance/), which also score them.
 """
 
 from __future__ import annotations
@@ -14,17 +17,21 @@ import random
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import chain, count
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
+from titan_tree.balance.sharing import BalancedSharing
 from titan_tree.components.tree_loss import COUNT_ONCE
 from titan_tree.config import check_warmup
 from titan_tree.config.rl import RLRunConfig
 from titan_tree.data.advantages import WITHOUT_BRANCHES, check_options
-from titan_tree.data.packing import BASELINES, pack
+from titan_tree.data.packing import BASELINES, MicroBatches, pack
+from titan_tree.distributed.collectives import call_and_gather, call_on_all_ranks
+from titan_tree.distributed.faults import start_timeout
+from titan_tree.distributed.gradient_sync import unsharded
 from titan_tree.engine.step_io import StepInput
 from titan_tree.errors import UserError
 from titan_tree.models.tree_model import TreeModel
@@ -32,7 +39,7 @@ from titan_tree.registry import ENVIRONMENTS
 from titan_tree.rl.environment import Environment
 from titan_tree.rl.generate_sampler import default_sampler
 from titan_tree.rl.reference_policy import Reference, check_reference, check_vocabulary
-from titan_tree.rl.rollouts import Chat, Rollout, branches, mean_reward, play, token_paths
+from titan_tree.rl.rollouts import Chat, Rollout, branches, play, rewards, token_paths
 from titan_tree.rl.sampler import RemoteSampler, Sampler, in_daemon
 from titan_tree.run.build import DEFAULT_STEPS, build_loss
 from titan_tree.run.stopping import SynchronizedInput
@@ -41,10 +48,18 @@ from titan_tree.scoring.score_trees import set_logprobs
 from titan_tree.tree.paths import ModelLimits, TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.05  # seconds until a signal ends the wait for rollouts
-StepRollouts = tuple[list[list[Rollout]], dict[str, float]]  # rollouts of each task, and metrics of the step
+
+
+class RankRollouts(NamedTuple):
+    """The rollouts that a rank has sampled for a step."""
+
+    groups: list[list[Rollout]]  # of each of the rank's tasks, branches included
+    rewards: list[float]  # of the independent rollouts
+    seconds: float
 
 
 class InterruptedSampling(Exception):  # noqa: N818  # not an error: the run is about to end
@@ -52,7 +67,7 @@ class InterruptedSampling(Exception):  # noqa: N818  # not an error: the run is 
 
 
 class EpisodeTrainer(Trainer, ABC):
-    """A Trainer without data files. Each step calls ``paths`` for its samples.
+    """A Trainer without data files. Each step calls ``paths`` for this rank's samples.
 
     Args:
         sampler: samples turns. By default, ``default_sampler`` samples from the weights that are trained.
@@ -72,16 +87,14 @@ class EpisodeTrainer(Trainer, ABC):
 
     @abstractmethod
     def paths(self, step: int) -> list[list[TokenPath]]:
-        """Returns the samples of each task of a step. Steps count from 1."""
+        """Returns the samples of each of this rank's tasks of a step. Steps count from 1. Collective."""
+
+    def add_logprobs(self, trees: Sequence[TokenTree]) -> None:
+        """Adds log-probs that the loss reads to the trees on which this rank trains. Collective."""
 
     def open_data(self) -> int:
         """Makes the environment and the sampler. Returns the number of steps of the whole run."""
         config, limits = self.config, self.model.config
-        if self.mesh.size() > 1:
-            raise UserError(
-                f"titan_tree.rl: expected one process, got {self.mesh.size()}, because sampling needs all "
-                "weights on one device; start it without torchrun"
-            )
         if self.tokenizer is None:
             raise UserError("data.tokenizer: expected a tokenizer, got none; set it, or model.hf_path")
         if config.model.flavor and limits.vocab_size > (ids := self.tokenizer.vocab_size):
@@ -89,6 +102,7 @@ class EpisodeTrainer(Trainer, ABC):
                 f"model.overrides.vocab_size: expected at most the tokenizer's {ids:,} ids, got "
                 f"{limits.vocab_size:,}, so the model would sample ids without text; set it to {ids}"
             )
+        check_parallel(config, self.mesh.size(), self._custom_sampler)
         self.environment = ENVIRONMENTS[config.rl.environment]()
         self.chat = Chat(self.tokenizer)
         self.sampler = self._custom_sampler or default_sampler(self.model)
@@ -104,45 +118,65 @@ class EpisodeTrainer(Trainer, ABC):
 
     def inputs(self) -> Iterator[SynchronizedInput]:
         """Returns an iterator over the inputs of the remaining steps, each made when it is needed."""
-        return self.stopping.synchronized_inputs(self._inputs())
+        timeout_s, sharing = self.config.parallel.timeout_s, None
+        if self.balancing:
+            sharing = self.balancing.sharing(self.progress.step, start_timeout(timeout_s), timeout_s, 1)
+        return self.stopping.synchronized_inputs(self._inputs(sharing))
+
+    def own(self, tasks: Sequence[T]) -> Sequence[T]:
+        """Returns those of all tasks that this rank samples."""
+        return tasks[self.mesh.get_rank() :: self.mesh.size()]
 
     def log_sample(self) -> None:
         """Logs nothing, because the first step has not been sampled yet."""
 
     def sample(self, tasks: Sequence[str], number: int) -> list[list[Rollout]]:
-        """Returns ``number`` independent rollouts for each task. A task's name is its seed."""
+        """Returns ``number`` independent rollouts for each task. A task's name is its seed.
+
+        ``unsharded`` must have gathered the weights, unless the sampler has weights of its own.
+        """
         groups = [self.chat.start(self.environment.episode(random.Random(task)), number) for task in tasks]
-        self._play(list(chain.from_iterable(groups)), tasks[0])
+        self._play(groups, tasks)
         return groups
 
-    def _play(self, rollouts: Sequence[Rollout], seed: str) -> None:
+    def _play(self, groups: Sequence[Sequence[Rollout]], names: Sequence[str]) -> None:
+        """Samples groups of rollouts to their end. The name of a group decides its random numbers."""
         rl = self.config.rl
         play(
-            rollouts,
+            list(chain.from_iterable(groups)),
             self.sampler,
             self.chat,
-            seed,
+            [f"{name}/{i}" for name, group in zip(names, groups, strict=True) for i in range(len(group))],
             max_turn_tokens=rl.max_turn_tokens,
             max_rollout_tokens=rl.max_rollout_tokens,
         )
 
-    def _inputs(self) -> Iterator[tuple[StepInput, dict[str, int]]]:
-        data = self.config.data
-        for step in count(self.progress.step + 1):
+    def _inputs(self, sharing: BalancedSharing | None) -> Iterator[tuple[StepInput, dict[str, int]]]:
+        if sharing:
+            sharing.join(0)
+        for number, step in enumerate(count(self.progress.step + 1)):
             try:
-                by_task = self.paths(step)
+                read = partial(self._trees, self.paths(step))
             except InterruptedSampling:
                 yield StepInput.nothing(), {}  # ``StopController`` ends the run
                 return
-            if self.config.loss.reduction in COUNT_ONCE:
-                for paths in by_task:
-                    TokenTree.from_paths(paths, data.replay).weigh_edges()
-            if data.layout in BASELINES:
-                trees = [tree for paths in by_task for tree in BASELINES[data.layout](paths, data.replay)]
+            micro_batches: MicroBatches
+            if sharing:
+                micro_batches = sharing.own_micro_batches(number, read)
             else:
-                trees = [TokenTree.from_paths(paths, data.replay) for paths in by_task]
-            position = {"epoch": 0, "group": step * data.global_batch_groups}
-            yield self.tree_step.prepare(pack(trees, data.max_tokens)), position
+                micro_batches = pack(call_on_all_ranks(read), self.config.data.max_tokens)
+            self.add_logprobs(list(chain.from_iterable(micro_batches)))
+            position = {"epoch": 0, "group": step * self.config.data.global_batch_groups}
+            yield self.tree_step.prepare(micro_batches), position
+
+    def _trees(self, by_task: Sequence[Sequence[TokenPath]]) -> list[TokenTree]:
+        data = self.config.data
+        if self.config.loss.reduction in COUNT_ONCE:
+            for paths in by_task:
+                TokenTree.from_paths(paths, data.replay).weigh_edges()
+        if data.layout in BASELINES:
+            return [tree for paths in by_task for tree in BASELINES[data.layout](paths, data.replay)]
+        return [TokenTree.from_paths(paths, data.replay) for paths in by_task]
 
     def check_limits(self, by_task: Sequence[Sequence[TokenPath]]) -> None:
         """Raises UserError if the model cannot read a path. Samplers with other weights have other limits."""
@@ -168,7 +202,7 @@ class RLTrainer(EpisodeTrainer):
     def __init__(self, config: RLRunConfig, sampler: Sampler | None = None) -> None:
         check_settings(config, sampler)
         # The rollouts that a RemoteSampler samples, and the number of optimizer steps of its weights.
-        self._pending: tuple[Future[StepRollouts], int] | None = None
+        self._pending: tuple[Future[RankRollouts], int] | None = None
         super().__init__(config, sampler)
         self.optimizer_step.is_on_policy = config.rl.async_steps == 0
 
@@ -180,7 +214,7 @@ class RLTrainer(EpisodeTrainer):
 
             self._custom_sampler = build_server_sampler(config, self.model, self.folder.run)
         needs_reference = self.tree_step.loss.needs_reference
-        self.reference = Reference(config, self.tree_step) if needs_reference else None
+        self.reference = Reference(config, self.tree_step, self.mesh) if needs_reference else None
         return super().open_data()
 
     def resume_data(self) -> None:
@@ -199,96 +233,131 @@ class RLTrainer(EpisodeTrainer):
                 self.sampler.close()
 
     def paths(self, step: int) -> list[list[TokenPath]]:
-        """Returns the rollouts of each task, branches included, with advantages and log-probs."""
+        """Returns the rollouts of each of this rank's tasks, branches included, with their advantages."""
         if isinstance(self.sampler, RemoteSampler):
             groups, values = self._remote_rollouts(step, self.sampler)
         else:
-            groups, values = self.rollouts(step)
+            with unsharded(self.model):
+                groups, values = gathered(lambda: self.rollouts(step))
         self.rollout_values = values
+        return call_on_all_ranks(lambda: self._paths(step, groups))
+
+    def add_logprobs(self, trees: Sequence[TokenTree]) -> None:
+        """Scores ``old_logprobs`` if the loss reads both policies, and ``ref_logprobs`` of a reference."""
+        started = time.perf_counter()
+        if self.tree_step.loss.reads_rollout:
+            set_logprobs(
+                self.model,
+                trees,
+                "old_logprobs",
+                max_tokens=self.config.data.max_tokens,
+                partitioner=self.tree_step.partitioner,
+            )
+        if self.reference:
+            self.reference.set_ref_logprobs(trees)
+        self.rollout_values = {**self.rollout_values, "scoring_s": time.perf_counter() - started}
+
+    def _paths(self, step: int, groups: Sequence[Sequence[Rollout]]) -> list[list[TokenPath]]:
         rl = self.config.rl
         by_task = [
             token_paths(group, task, rl.advantage, rl.advantage_options)
             for task, group in zip(self._tasks(step), groups, strict=True)
         ]
         self.check_limits(by_task)
-        started = time.perf_counter()
         if self.tree_step.loss.reads_rollout:
-            paths = list(chain.from_iterable(by_task))
-            sampler_logprobs = [path.old_logprobs for path in paths]
-            data, partitioner = self.config.data, self.tree_step.partitioner
-            set_logprobs(
-                self.model,
-                by_task,
-                "old_logprobs",
-                max_tokens=data.max_tokens,
-                partitioner=partitioner,
-                replay=data.replay,
-            )
-            for path, logprobs in zip(paths, sampler_logprobs, strict=True):
-                path.rollout_logprobs = logprobs
-        if self.reference:
-            self.reference.set_ref_logprobs(by_task)
-        values["scoring_s"] = time.perf_counter() - started
+            for path in chain.from_iterable(by_task):
+                path.rollout_logprobs = path.old_logprobs
         return by_task
 
-    def _remote_rollouts(self, step: int, sampler: RemoteSampler) -> StepRollouts:
-        """Returns the rollouts of ``step``, and starts to sample the next step if there are async steps.
+    def _remote_rollouts(
+        self, step: int, sampler: RemoteSampler
+    ) -> tuple[list[list[Rollout]], dict[str, float]]:
+        """Returns what ``gathered`` returns, and starts to sample the next step if there are async steps.
 
         Without async steps, step n samples right before it trains, from the weights after step n - 1. With
-        one, it samples while step n - 1 trains, from the weights after step n - 2.
+        one, it samples while step n - 1 trains, from the weights after step n - 2. No rank samples during an
+        update of the weights.
 
         Raises:
             InterruptedSampling: a signal arrived during the wait.
             Exception: whatever the sampling or the update of its weights raised.
         """
 
-        def start(next_step: int) -> tuple[Future[StepRollouts], int]:
+        def start(next_step: int) -> tuple[Future[RankRollouts], int]:
             sampler.update(self.model, step - 1)
             return in_daemon(partial(self.rollouts, next_step), "rollouts"), step - 1
 
         future, sampled_after = self._pending or start(step)
         self._pending = None
-        while not future.done():
-            if self.stopping.signals.received:
-                raise InterruptedSampling
-            time.sleep(POLL_S)
-        groups, values = future.result()
+        groups, values = gathered(lambda: self._wait(future))
         values["weights_age"] = step - 1 - sampled_after
         if self.config.rl.async_steps and step < self.num_steps:
             self._pending = start(step + 1)
         return groups, values
 
-    def rollouts(self, step: int) -> StepRollouts:
-        """Returns the rollouts of each task of a step, branches included, and the metrics of the step."""
+    def _wait(self, future: Future[RankRollouts]) -> RankRollouts:
+        while not future.done():
+            if self.stopping.signals.received:
+                raise InterruptedSampling
+            time.sleep(POLL_S)
+        return future.result()
+
+    def rollouts(self, step: int) -> RankRollouts:
+        """Samples the rollouts of this rank's tasks of a step. It communicates with no other rank."""
         started, rl, tasks = time.perf_counter(), self.config.rl, self._tasks(step)
         groups = self.sample(tasks, rl.rollouts)
-        reward = mean_reward(groups)
         forks = [
             branches(group, rl.branches, random.Random(f"{task}/branches"))
             for task, group in zip(tasks, groups, strict=True)
         ]
-        self._play(list(chain.from_iterable(forks)), f"{tasks[0]}/branches")
-        groups = [group + group_forks for group, group_forks in zip(groups, forks, strict=True)]
-        all_rollouts = list(chain.from_iterable(groups))
-        if self.config.data.replay != "off" and not all(rollout.experts for rollout in all_rollouts):
+        self._play(forks, [f"{task}/branches" for task in tasks])
+        all_groups = [group + group_forks for group, group_forks in zip(groups, forks, strict=True)]
+        if self.config.data.replay != "off" and not all(r.experts for r in chain.from_iterable(all_groups)):
             raise UserError(
                 f"data.replay: expected a sampler that records experts, but {type(self.sampler).__name__} "
                 'recorded none; give ServerSampler the argument experts, or set data.replay = "off"'
             )
-        return groups, {
-            "reward": reward,
-            "cut_off": statistics.fmean(rollout.is_cut_off for rollout in all_rollouts),
-            "rollouts": len(all_rollouts),
-            "sampled_tokens": sum(
-                sum(rollout.mask[rollout.starts[rollout.inherited] :]) for rollout in all_rollouts
-            ),
-            "sampling_s": time.perf_counter() - started,
-        }
+        return RankRollouts(all_groups, rewards(groups), time.perf_counter() - started)
 
     def _tasks(self, step: int) -> list[str]:
-        """Returns the names of the tasks of a step, which are also their seeds."""
+        """Returns the names of this rank's tasks of a step, which are also their seeds."""
         data = self.config.data
-        return [f"{data.seed}/{step}/{task}" for task in range(data.global_batch_groups)]
+        return [f"{data.seed}/{step}/{task}" for task in self.own(range(data.global_batch_groups))]
+
+
+class _Counts(NamedTuple):
+    """What the metrics of a step need of a rank's rollouts."""
+
+    rewards: list[float]
+    is_cut_off: list[bool]
+    sampled_tokens: int
+    seconds: float
+
+
+def gathered(sample: Callable[[], RankRollouts]) -> tuple[list[list[Rollout]], dict[str, float]]:
+    """Calls ``sample`` on every rank. Returns this rank's rollouts, and metrics of all ranks. Collective.
+
+    Raises:
+        Exception: whatever ``sample`` raised on some rank. All ranks raise the first such exception.
+    """
+    own: list[list[Rollout]] = []
+
+    def counts() -> _Counts:
+        groups, independent, seconds = sample()
+        own.extend(groups)
+        rollouts = list(chain.from_iterable(groups))
+        sampled_tokens = sum(sum(r.mask[r.starts[r.inherited] :]) for r in rollouts)
+        return _Counts(independent, [r.is_cut_off for r in rollouts], sampled_tokens, seconds)
+
+    of_ranks = call_and_gather(counts)
+    is_cut_off = [cut for rank in of_ranks for cut in rank.is_cut_off]
+    return own, {
+        "reward": statistics.fmean(reward for rank in of_ranks for reward in rank.rewards),
+        "cut_off": statistics.fmean(is_cut_off),
+        "rollouts": len(is_cut_off),
+        "sampled_tokens": sum(rank.sampled_tokens for rank in of_ranks),
+        "sampling_s": max(rank.seconds for rank in of_ranks),
+    }
 
 
 def check_settings(config: RLRunConfig, sampler: Sampler | None = None) -> None:
@@ -320,6 +389,29 @@ def check_settings(config: RLRunConfig, sampler: Sampler | None = None) -> None:
         )
     check_warmup(config.lr_scheduler.warmup_steps, config.training.steps or DEFAULT_STEPS)
     check_reference(config, build_loss(config.loss))
+
+
+def check_parallel(config: RLRunConfig, num_ranks: int, sampler: Sampler | None = None) -> None:
+    """Raises UserError if ``num_ranks`` ranks cannot sample in the way of the configuration.
+
+    Args:
+        sampler: samples turns. None: the weights that are trained do.
+    """
+    parallel = config.parallel
+    if num_ranks > 1 and isinstance(sampler, RemoteSampler):
+        raise UserError(
+            f"rl.server.url: expected none on several ranks, got {num_ranks} ranks; start one process"
+        )
+    if sampler is None and parallel.expert_parallel > 1:
+        raise UserError(
+            "parallel.expert_parallel: expected 1, because sampling from the trained weights needs all "
+            f"experts on each rank, got {parallel.expert_parallel}; set it to 1, or set rl.server.url"
+        )
+    if parallel.sequence_parallel > 1 and not parallel.balance:
+        raise UserError(
+            "parallel.balance: expected true with parallel.sequence_parallel, because every rank samples "
+            "tasks of its own, got false; set it to true"
+        )
 
 
 def check_model(config: RLRunConfig, model: TreeModel, sampler: Sampler | None = None) -> None:

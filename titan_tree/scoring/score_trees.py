@@ -29,7 +29,6 @@ from titan_tree.models.tree_model import TreeModel
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.partition import PartitionPlan, one_pass
 from titan_tree.tree.paths import ModelLimits, TokenPath
-from titan_tree.tree.routed_experts import Replay
 from titan_tree.tree.token_tree import TokenTree
 
 B = TypeVar("B", Tensor, TreeBatch)
@@ -171,18 +170,18 @@ def score_trees(
 @torch.no_grad()
 def set_logprobs(
     model: TreeModel,
-    groups: Sequence[Sequence[TokenPath]],
+    trees: Sequence[TokenTree],
     field: Literal["old_logprobs", "ref_logprobs"],
     *,
     max_tokens: int,
     partitioner: TreePartitioner | None,
-    replay: Replay = "off",
 ) -> None:
-    """Sets a field of all paths to their log-probs under ``model``. Each group becomes a tree."""
-    trees = [TokenTree.from_paths(paths, replay) for paths in groups]
+    """Sets a field of all paths of trees to their log-probs under ``model``. See ``score_trees``."""
     scores = chain.from_iterable(score_trees(model, trees, max_tokens, partitioner))
+    if not trees:
+        return
     logprobs = torch.cat([path.logprobs for path in scores]).cpu()  # one copy
-    paths = list(chain.from_iterable(groups))
+    paths = [path for tree in trees for path in tree.paths]
     for path, values in zip(paths, logprobs.split(list(map(len, paths))), strict=True):
         setattr(path, field, values.numpy())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import secrets
 import shutil
 from collections.abc import Sequence
@@ -92,21 +91,19 @@ class ServerSampler:
         self._warnings: set[str] = set()  # each is logged once
 
     def sample(
-        self, contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], stop: int, seed: int
+        self, contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], stop: int, seeds: Sequence[int]
     ) -> list[Completion]:
-        """See ``Sampler``. Each request has a seed of its own, so that equal contexts get different turns.
+        """See ``Sampler``. Servers get 31 bits of each seed.
 
         Raises:
             UserError: the server refuses a request, answers it wrongly, or answers none of the attempts, or
                 it samples from other weights than the last ``update`` gave it.
             StoppedError: ``close`` ended it.
         """
-        draw = random.Random(seed)
-        seeds = [draw.getrandbits(31) for _ in contexts]
         with ThreadPoolExecutor(self.config.concurrency, "sampler") as threads:
             turns = [
-                threads.submit(self._sample_turn, context, limit, stop, turn_seed)
-                for context, limit, turn_seed in zip(contexts, max_tokens, seeds, strict=True)
+                threads.submit(self._sample_turn, context, limit, stop, seed % 2**31)
+                for context, limit, seed in zip(contexts, max_tokens, seeds, strict=True)
             ]
             try:
                 completions = [turn.result() for turn in turns]
