@@ -30,7 +30,7 @@ def test_broadcast_tensors_arrive_bit_for_bit(tmp_path: Path, monkeypatch: pytes
             started = time.perf_counter()
             sampler.update(model, step)
             print(f"step {step}: {time.perf_counter() - started:.3f} s")
-            sampler.client.post("/received", {"file": str(tmp_path / "received.pt")})
+            sampler.clients[0].post("/received", {"file": str(tmp_path / "received.pt")})
             received, expected = torch.load(tmp_path / "received.pt"), snapshot_tensors(model)
             assert received.keys() == expected.keys()
             for name, tensor in expected.items():

@@ -42,7 +42,7 @@ def test_broadcast_tensors_are_those_of_a_snapshot(
         for step in range(2):
             other_weights(model, step)
             sampler.update(model, step)
-            calls = sampler.client.post("/received", {"file": str(tmp_path / "received.pt")})["calls"]
+            calls = sampler.clients[0].post("/received", {"file": str(tmp_path / "received.pt")})["calls"]
             received = torch.load(tmp_path / "received.pt")
             folder = tmp_path / f"snapshot-{step}"
             weights = {n: w.to(torch.bfloat16) for n, w in model.state_dict().items()}
@@ -57,7 +57,7 @@ def test_broadcast_tensors_are_those_of_a_snapshot(
         assert [version for version in versions if version] == ["run-0", "run-1"]
         assert versions[-1] == "run-1"  # only the last request of an update names the version
         sampler.close()
-        path, _ = sampler.client.post("/received", {"file": str(tmp_path / "received.pt")})["calls"][-2]
+        path, _ = sampler.clients[0].post("/received", {"file": str(tmp_path / "received.pt")})["calls"][-2]
         assert path == "/destroy_weights_update_group"
 
 
@@ -80,7 +80,7 @@ def test_a_failed_broadcast_is_one_line(mode: str, message: str) -> None:
 
 
 def workers(url: str) -> int:
-    return sglang_workers(ServerClient(ServerConfig(url=url, api="sglang")))
+    return sglang_workers(ServerClient(url, ServerConfig(api="sglang")))
 
 
 @pytest.mark.parametrize(

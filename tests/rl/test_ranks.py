@@ -1,15 +1,24 @@
 """Reinforcement learning on several ranks samples and trains exactly as one process does."""
 
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing import ProcessExitedException
 
 from tests.support.cases import exhaustive, slow_except
 from tests.support.processes import as_rank, run_ranks
 from tests.support.rl_runs import Letters, rows, tiny, with_short_turns
+from tests.support.rollout_server import RolloutServer, rollout_server
+from titan_tree import build_model
 from titan_tree.config.rl import RLRunConfig
 from titan_tree.registry import ENVIRONMENTS
+from titan_tree.rl.run import run
 from titan_tree.rl.trainer import RLTrainer
 
 # Columns of metrics.csv that depend on the number of ranks.
@@ -28,9 +37,12 @@ CASES: dict[str, tuple[str, ...]] = {
     "experts": ("model.name=qwen3_moe",),
     "each edge once": ("loss.reduction=distinct_token_mean",),
     "not balanced": ("data.layout=flat", "parallel.balance=false"),
+    "two tasks": (),
     "replicas": (),
+    "shared tokens": SCORED,
 }
-OF_TWO = {"replicas": ("parallel.replicate=2",)}  # what the run on two ranks has besides
+# What the run on two ranks has besides.
+OF_TWO = {"replicas": ("parallel.replicate=2",), "shared tokens": ("parallel.sequence_parallel=2",)}
 EXHAUSTIVE = tuple(CASES)[2:]
 
 
@@ -40,7 +52,8 @@ def config(folder: Path, name: str, *more: str) -> RLRunConfig:
 
 
 def train(config: RLRunConfig) -> RLTrainer:
-    trainer = with_short_turns(RLTrainer(config))
+    trainer = RLTrainer(config)
+    trainer = trainer if config.rl.server.url else with_short_turns(trainer)
     trainer.train()
     trainer.close()
     return trainer
@@ -51,14 +64,14 @@ def train_ranks(rank: int, ports: list[int], num_ranks: int, folder: Path, name:
         train(config(folder, name, *more))
 
 
-def assert_same_run(many: Path, name: str, one: RLTrainer) -> None:
+def assert_same_run(many: Path, name: str, one: RLTrainer, *more: str) -> None:
     for ours, theirs in zip(rows(many), rows(Path(one.config.folder)), strict=True):
         for column in ("reward", "cut_off", "rollouts", "sampled_tokens"):
             assert ours[column] == theirs[column], column
         for column in theirs.keys() - OF_RANKS:
             expected = pytest.approx(float(theirs[column]), rel=1e-5, abs=1e-7)
             assert float(ours[column]) == expected, (ours["step"], column)
-    resumed = train(config(many, name))  # no step is left
+    resumed = train(config(many, name, *more))  # no step is left
     assert not resumed.steps_trained
     weights = one.model.state_dict()
     for name, ours in resumed.model.state_dict().items():
@@ -69,3 +82,89 @@ def assert_same_run(many: Path, name: str, one: RLTrainer) -> None:
 def test_two_ranks_equal_one(tmp_path: Path, name: str) -> None:
     run_ranks(train_ranks, 2, 2, tmp_path / "two", name, *OF_TWO.get(name, ()))
     assert_same_run(tmp_path / "two", name, train(config(tmp_path / "one", name)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("more", [(), ("parallel.replicate=2", "parallel.sequence_parallel=2")])
+def test_four_ranks_equal_one(tmp_path: Path, more: tuple[str, ...]) -> None:
+    """One rank has no task."""
+    run_ranks(train_ranks, 4, 4, tmp_path / "four", "odd tasks", *more)
+    assert_same_run(tmp_path / "four", "odd tasks", train(config(tmp_path / "one", "odd tasks")))
+
+
+@pytest.mark.exhaustive
+def test_ranks_that_were_killed_resume_exactly(tmp_path: Path) -> None:
+    weights, more = {}, ("training.steps=4", "checkpoint.interval=2")
+    with pytest.raises(ProcessExitedException):
+        run_ranks(train_killed, 2, tmp_path / "killed", *more, fresh=True)
+    for name in ("whole", "killed"):
+        run_ranks(train_ranks, 2, 2, tmp_path / name, "two tasks", *more)
+        weights[name] = train(config(tmp_path / name, "two tasks", *more)).model.state_dict()
+    for name, ours in weights["killed"].items():
+        assert torch.equal(ours, weights["whole"][name]), name
+    whole, killed = (
+        [{k: v for k, v in row.items() if "idle" not in k} for row in rows(tmp_path / name)]
+        for name in ("whole", "killed")
+    )
+    assert whole == killed
+
+
+def train_killed(rank: int, ports: list[int], folder: Path, *more: str) -> None:
+    """Rank 1 dies in step 4."""
+    with as_rank(rank, 2, ports[0]):
+        trainer = with_short_turns(RLTrainer(config(folder, "two tasks", *more)))
+        sample = trainer.sample
+
+        def dying(tasks: Sequence[str], number: int) -> Any:
+            if rank == 1 and trainer.progress.step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return sample(tasks, number)
+
+        trainer.sample = dying  # type: ignore[method-assign]
+        trainer.train()
+
+
+@pytest.mark.exhaustive
+def test_a_warm_start_on_two_ranks_equals_that_on_one(tmp_path: Path) -> None:
+    run_ranks(warm_start, 2, 2, tmp_path / "two")
+    warm_start(0, [0], 1, tmp_path / "one")
+    for folder in ("warm_start", "."):
+        two, one = rows(tmp_path / "two" / folder), rows(tmp_path / "one" / folder)
+        assert len(two) == len(one) == 2
+        for ours, theirs in zip(two, one, strict=True):
+            for column in theirs.keys() - OF_RANKS:
+                expected = pytest.approx(float(theirs[column] or 0), rel=1e-5, abs=1e-7)
+                assert float(ours[column] or 0) == expected, column
+
+
+def warm_start(rank: int, ports: list[int], num_ranks: int, folder: Path) -> None:
+    own = ["warm_start.steps=2", "warm_start.interval=2", "warm_start.reward=0", "warm_start.tasks=3"]
+    own += ["warm_start.measured_tasks=3", "optimizer.eps=1e-3", "training.steps=2"]
+    with as_rank(rank, num_ranks, ports[0]) if num_ranks > 1 else nullcontext():
+        run(tiny(folder, *own))
+
+
+@pytest.mark.parametrize(
+    ("weights", "async_steps"),
+    [pytest.param("folder", 1, marks=pytest.mark.slow)]
+    + [pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("folder", 0), ("adapter", 1))],
+)
+def test_two_ranks_with_two_servers_equal_one_rank_with_one(
+    tmp_path: Path, weights: str, async_steps: int
+) -> None:
+    more = [f"rl.async_steps={async_steps}", "rl.server.model=m", f"rl.server.weights={weights}"]
+    more += ["lora.rank=2"] if weights == "adapter" else []
+    base = config(tmp_path, "one task")
+    servers = [RolloutServer("vllm", build_model("qwen3", "debug", **base.model.overrides)) for _ in range(3)]
+    for server in servers:
+        assert server.model is not None
+        server.model.init_weights(base.training.seed)
+    with ExitStack() as stack:
+        first, second, third = (stack.enter_context(rollout_server(server)) for server in servers)
+        urls = f"rl.server.url=[{first}, {second}]"
+        run_ranks(train_ranks, 2, 2, tmp_path / "two", "two tasks", urls, *more)
+        one = train(config(tmp_path / "one", "two tasks", f"rl.server.url={third}", *more))
+        assert_same_run(tmp_path / "two", "two tasks", one, urls, *more)
+    assert servers[0].version == servers[1].version
+    assert all(server.samples for server in servers)
+    assert sum(len(server.samples) for server in servers[:2]) == len(servers[2].samples)

@@ -98,6 +98,18 @@ def echo(request: dict[str, Any], number: int) -> dict[str, Any]:
     return turn([request["prompt"][0], request["seed"] % 1000 + 10, STOP])
 
 
+def test_contexts_that_begin_alike_go_to_the_same_server() -> None:
+    """Three rollouts of each of four tasks, shuffled, in two turns. A server keeps its tasks."""
+    contexts = [[task, i] for i in range(3) for task in (7, 3, 9, 5)]
+    with server(echo) as (first, _), server(echo) as (second, _), server(echo) as (third, seen):
+        sampler = ServerSampler([first, second, third, first], "m")
+        for _ in range(2):
+            turns = sampler.sample(contexts, [5] * 12, STOP, range(12))
+            assert [turn.tokens[0] for turn in turns] == [context[0] for context in contexts]
+            contexts = [context + turn.tokens for context, turn in zip(contexts, turns, strict=True)]
+    assert [request["prompt"][0] for request in seen] == [7] * 6
+
+
 def test_every_context_gets_its_own_turn_in_order() -> None:
     contexts = [[i, 1] for i in range(100, 140)]
     with server(echo) as (url, requests):
@@ -480,7 +492,7 @@ def test_a_key_that_the_server_sends_back_is_hidden(echo: str) -> None:
 )
 def test_a_command_that_failed_says_why(answer: Any, reason: str) -> None:
     with server(lambda request, number: answer) as (url, _), pytest.raises(UserError) as refused:
-        ServerClient(ServerConfig(url=url, api="sglang"), KEY).command("/generate")
+        ServerClient(url, ServerConfig(api="sglang"), KEY).command("/generate")
     assert str(refused.value) == f"{url}/generate: expected success, got {reason}; see the log of the server"
 
 

@@ -63,7 +63,7 @@ def export_hf(model: TreeModel, folder: Path, run: str, dtype: torch.dtype, sour
 
 def export_adapter(model: TreeModel, folder: Path, run: str, source: str | None) -> None:
     """Writes LoRA as an adapter of PEFT, in fp32. Collective. Arguments and names: see ``export_hf``."""
-    factors = _gather({name: value for name, value in model.state_dict().items() if is_factor(name)})
+    factors = gathered_factors(model)
     if rank() == 0:
         with _replaced(folder, run, "PEFT adapter") as unfinished:
             save_adapter(model, unfinished, factors, source)
@@ -79,6 +79,11 @@ def gathered_weights(model: TreeModel, dtype: torch.dtype) -> dict[str, Tensor]:
     state = model.state_dict(keep_vars=True)
     cast = {n for n, value in state.items() if isinstance(value, nn.Parameter) and not is_factor(n)}
     return {n: full.to(dtype if n in cast else None) for n, full in _gather(state).items()}
+
+
+def gathered_factors(model: TreeModel) -> dict[str, Tensor]:
+    """Returns the factors of LoRA on the CPU of rank 0, and {} on other ranks. Collective."""
+    return _gather({name: value for name, value in model.state_dict().items() if is_factor(name)})
 
 
 def _gather(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -20,6 +20,10 @@ from titan_tree.config.checks import (
 from titan_tree.config.data import DataConfig
 from titan_tree.registry import ADVANTAGES, ENVIRONMENTS
 
+URLS = check(
+    "an address or a non-empty list of addresses",
+    lambda url: isinstance(url, str) or (isinstance(url, list) and url and {*map(type, url)} == {str}),
+)
 # Keys of [data] that say how files are read. An environment has no files.
 OF_FILES = (
     *("weights", "format", "ignore_fields", "sample", "merge", "paths", "advantage", "shuffle_buffer"),
@@ -47,17 +51,18 @@ class RLDataConfig(DataConfig, table="data"):
 
 @dataclass(kw_only=True)
 class ServerConfig(Checked, table="rl.server"):
-    """A server that samples the rollouts with copies of the trained weights (docs/rl.md)."""
+    """Servers that sample the rollouts with copies of the trained weights (docs/rl.md)."""
 
-    # Address such as "http://localhost:30000". Default: rollouts are sampled from the trained weights.
-    url: str | None = None
+    # Address such as "http://localhost:30000", or a list of the addresses of several servers. Default:
+    # rollouts are sampled from the trained weights.
+    url: Any = setting(None, URLS)
     api: Literal["vllm", "sglang"] = "vllm"  # Software that runs the server.
     model: str = ""  # Name under which vLLM serves the model. SGLang needs none.
     # How the server gets the trained weights. "folder": it reads a snapshot from rollout_weights/ in the
     # run's folder. "broadcast": over a process group; for vLLM, this needs the package vllm. "adapter": it
     # loads LoRA from rollout_weights/.
     weights: Literal["folder", "broadcast", "adapter"] = "folder"
-    concurrency: int = setting(64, at_least(1))  # Maximum number of requests at a time.
+    concurrency: int = setting(64, at_least(1))  # Maximum number of requests of a rank at a time.
     timeout_s: float = setting(600.0, between(0.1, 1e6))  # Seconds within which a whole answer must arrive.
     attempts: int = setting(5, at_least(1))  # Maximum number of times that a request is sent.
     api_key_env: str | None = None  # Environment variable that holds the server's key.

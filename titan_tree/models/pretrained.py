@@ -138,14 +138,18 @@ def save_pretrained(
 
 
 @torch.no_grad()
-def snapshot_tensors(model: TreeModel, source: str | Path | None = None) -> dict[str, Tensor]:
+def snapshot_tensors(
+    model: TreeModel,
+    source: str | Path | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
     """Returns the tensors that ``save_pretrained`` writes for ``model``, by their names in the snapshot.
 
     Most are views of the model's weights, in their dtype. Updates of LoRA are added, in new tensors.
 
     Args:
-        model: a model on one device.
         source: the snapshot that the model was loaded from.
+        state_dict: see ``save_pretrained``.
     Raises:
         UserError: the model runs as transformers implements it, and this library chooses the names.
     """
@@ -154,7 +158,8 @@ def snapshot_tensors(model: TreeModel, source: str | Path | None = None) -> dict
             f"{model.family}: expected a model of titan_tree, because transformers names the tensors of this "
             "one only while it writes a snapshot"
         )
-    weights = {name: weight.detach() for name, weight in model.state_dict().items()}
+    named = model.state_dict() if state_dict is None else state_dict
+    weights = {name: weight.detach() for name, weight in named.items()}
     weights = weights if model.lora is None else merge(model, weights)
     return hf.snapshot_tensors(model, weights, hf.snapshot_prefix(source))
 

@@ -60,12 +60,16 @@ class Sampler(Protocol):
 
 @runtime_checkable
 class RemoteSampler(Sampler, Protocol):
-    """A sampler with weights of its own. It may sample in another thread while the model trains."""
+    """A sampler with weights of its own. It may sample in another thread while the model trains.
+
+    Each rank has one, and samples tasks of its own.
+    """
 
     def update(self, model: TreeModel, step: int) -> None:
         """Takes over the weights of ``model``, which ``step`` optimizer steps have trained.
 
         The main thread calls it before the first ``sample`` with these weights, never during a ``sample``.
+        On several ranks, it is collective, and ``model`` is sharded.
         """
         ...
 

@@ -102,7 +102,7 @@ class EpisodeTrainer(Trainer, ABC):
                 f"model.overrides.vocab_size: expected at most the tokenizer's {ids:,} ids, got "
                 f"{limits.vocab_size:,}, so the model would sample ids without text; set it to {ids}"
             )
-        check_parallel(config, self.mesh.size(), self._custom_sampler)
+        check_parallel(config, self._custom_sampler)
         self.environment = ENVIRONMENTS[config.rl.environment]()
         self.chat = Chat(self.tokenizer)
         self.sampler = self._custom_sampler or default_sampler(self.model)
@@ -391,17 +391,13 @@ def check_settings(config: RLRunConfig, sampler: Sampler | None = None) -> None:
     check_reference(config, build_loss(config.loss))
 
 
-def check_parallel(config: RLRunConfig, num_ranks: int, sampler: Sampler | None = None) -> None:
-    """Raises UserError if ``num_ranks`` ranks cannot sample in the way of the configuration.
+def check_parallel(config: RLRunConfig, sampler: Sampler | None = None) -> None:
+    """Raises UserError if ranks cannot share the sampling in the way of the configuration.
 
     Args:
         sampler: samples turns. None: the weights that are trained do.
     """
     parallel = config.parallel
-    if num_ranks > 1 and isinstance(sampler, RemoteSampler):
-        raise UserError(
-            f"rl.server.url: expected none on several ranks, got {num_ranks} ranks; start one process"
-        )
     if sampler is None and parallel.expert_parallel > 1:
         raise UserError(
             "parallel.expert_parallel: expected 1, because sampling from the trained weights needs all "

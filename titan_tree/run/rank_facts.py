@@ -24,7 +24,7 @@ PATHS = (
 # These keys may differ: only one rank, or each for itself, uses them.
 LOCAL = (
     *("folder", "data.workers", "checkpoint.folder", "checkpoint.keep", "metrics.loggers"),
-    *("profiler.", "rl.server."),
+    "profiler.",
 )
 PACKAGES = ("torch", "transformers", "tokenizers", "jinja2")
 WHOLE_BYTES = 256e6  # files of a key that are compared as a whole; larger ones are compared by samples

@@ -51,14 +51,17 @@ class SGLangBroadcast:
         self._group: dist.ProcessGroup | None = None
         self._name = f"titan_tree_{uuid4().hex}"
 
-    def send(self, model: TreeModel, version: str) -> None:
+    def send(self, model: TreeModel, weights: Mapping[str, Tensor] | None, version: str) -> None:
         """Broadcasts all weights. The last request also sends the name of their version.
+
+        Args:
+            weights: the weights by the model's names; needed if the model's own are sharded.
 
         Raises:
             UserError: the server refused a request, or the process group failed.
         """
-        tensors = snapshot_tensors(model, self._source)
-        group = self._group = self._group or self._join(model.embedding_weight.device)
+        tensors, device = snapshot_tensors(model, self._source, weights), model.embedding_weight.device
+        group = self._group = self._group or self._join(device)
         buckets = list(self._buckets(tensors))
         for names in buckets:
             body = {
@@ -71,7 +74,7 @@ class SGLangBroadcast:
             if names is buckets[-1]:
                 body["weight_version"] = version
             answer = in_daemon(partial(self._command, "/update_weights_from_distributed", body), "update")
-            sent = [tensors[name].to(self._dtype).contiguous() for name in names]
+            sent = [tensors[name].to(device, self._dtype).contiguous() for name in names]
             self._wait(answer, in_daemon(partial(_broadcast, group, sent), "broadcast"))
 
     def close(self) -> None:
@@ -178,25 +181,30 @@ class VLLMBroadcast:
 
         class Weights(WeightSource):
             tensors: Mapping[str, Tensor]
+            device: torch.device
 
             def metadata(self) -> list[Any]:
                 return [ParamMeta(name, dtype, tuple(value.shape)) for name, value in self.tensors.items()]
 
             def __iter__(self) -> Iterator[tuple[str, Tensor]]:
                 for name, value in self.tensors.items():
-                    yield name, value.to(dtype).contiguous()
+                    yield name, value.to(self.device, dtype).contiguous()
 
         self._client, self._source, self._weights = client, source, Weights()
         self._init, self._init_info = WeightTransferTrainerFactory.trainer_init, NCCLTrainerInitInfo
         self._sender: Any = None
 
-    def send(self, model: TreeModel, version: str) -> None:
+    def send(self, model: TreeModel, weights: Mapping[str, Tensor] | None, version: str) -> None:
         """Sends all weights. ``VLLM.resume`` names their version afterwards.
+
+        Args:
+            weights: see ``SGLangBroadcast.send``.
 
         Raises:
             UserError: the server refused a request, or vLLM's class failed.
         """
-        self._weights.tensors = snapshot_tensors(model, self._source)
+        self._weights.tensors = snapshot_tensors(model, self._source, weights)
+        self._weights.device = model.embedding_weight.device
         try:
             self._sender = self._sender or self._join()
             self._sender.send_weights()

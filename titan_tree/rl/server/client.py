@@ -45,7 +45,8 @@ class ServerClient:
     status is 5xx or one of ``RETRIED``.
 
     Args:
-        config: the table [rl.server], which holds the address and the limits.
+        url: address of the server.
+        config: the table [rl.server], which holds the limits.
         api_key: a key to send as a bearer token. By default, ``config.api_key_env`` names its variable.
 
     Raises:
@@ -53,8 +54,8 @@ class ServerClient:
             message shows none of them: each might be, or contain, a secret.
     """
 
-    def __init__(self, config: ServerConfig, api_key: str | None = None) -> None:
-        self.url, self.timeout_s, self._attempts = _checked(config.url), config.timeout_s, config.attempts
+    def __init__(self, url: str, config: ServerConfig, api_key: str | None = None) -> None:
+        self.url, self.timeout_s, self._attempts = _checked(url), config.timeout_s, config.attempts
         if config.api_key_env is not None:
             api_key = _from_environment(config.api_key_env)
         self._headers = {"Accept-Encoding": "identity"}
@@ -266,10 +267,10 @@ def _shut_down(connections: Iterable[socket.socket]) -> None:
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def _checked(address: str | None) -> str:
+def _checked(address: str) -> str:
     """Returns the address of a server in normal form, without a slash at its end."""
     try:
-        url = httpx.URL(address or "")
+        url = httpx.URL(address)
         host = url.raw_host.decode().encode("idna")
     except (ValueError, httpx.InvalidURL):
         url, host = httpx.URL(), b""

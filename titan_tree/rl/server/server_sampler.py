@@ -1,20 +1,23 @@
-"""ServerSampler: samples turns from a server of vLLM or SGLang, which gets the trained weights."""
+"""ServerSampler: samples turns from servers of vLLM or SGLang, which get the trained weights."""
 
 from __future__ import annotations
 
 import logging
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from titan_tree.checkpoint.export import gathered_weights
+from titan_tree.checkpoint.export import gathered_factors, gathered_weights
 from titan_tree.config.rl import RLRunConfig, ServerConfig
+from titan_tree.distributed.collectives import call_on_rank_0, rank, world_size
 from titan_tree.errors import UserError, shorten
 from titan_tree.models.lora.peft import save_adapter
 from titan_tree.models.pretrained import save_pretrained
@@ -33,12 +36,12 @@ TOKEN_BYTES, EXPERT_BYTES = 1024, 16
 
 @dataclass(frozen=True, kw_only=True)
 class PushSettings:
-    """How the trained weights of a run are sent to a server.
+    """How the trained weights of a run are sent to servers.
 
     Attributes:
         run: the prefix of the names of all versions.
-        folder: a folder for the newest snapshot or adapter. Its earlier contents are deleted. The server must
-            see it under the same path. Broadcasts do not use it.
+        folder: a folder for the newest snapshot or adapter. Its earlier contents are deleted. The server and
+            servers must see it under the same path. Broadcasts do not use it.
         dtype: the dtype of sent weights. An adapter keeps its own dtype.
         source: the snapshot from which the model started, or None.
     """
@@ -57,7 +60,8 @@ class ServerSampler:
     "raw_logprobs" and "processed_logprobs".
 
     Args:
-        url: address of the server, such as "http://localhost:8000".
+        url: address of the server, such as "http://localhost:8000", or of several servers. Contexts that
+            begin alike are sent to the same one, whose prefix cache then has what they share.
         model: name under which vLLM serves the model. SGLang needs none.
         api_key: the key that is sent as a bearer token, see ``ServerClient``.
         push: how the trained weights are sent to the server. None: the server keeps its own.
@@ -70,7 +74,7 @@ class ServerSampler:
 
     def __init__(
         self,
-        url: str,
+        url: str | list[str],
         model: str = "",
         api_key: str | None = None,
         *,
@@ -79,12 +83,15 @@ class ServerSampler:
         **settings: Any,
     ) -> None:
         self.config = config = ServerConfig(url=url, model=model, **settings)
-        self.client = ServerClient(config, api_key)
+        urls = [url] if isinstance(url, str) else url
+        self.clients = [ServerClient(url, config, api_key) for url in urls]
         self.protocol = PROTOCOLS[config.api](model, has_experts=experts is not None)
         self.push, self.experts = push, experts
-        self._broadcast: SGLangBroadcast | VLLMBroadcast | None = None
+        self._broadcasts: list[SGLangBroadcast | VLLMBroadcast] = []  # one per server
         if push is not None and config.weights == "broadcast":
-            self._broadcast = self.protocol.broadcast(self.client, push.dtype, push.source)
+            self._broadcasts = [
+                self.protocol.broadcast(client, push.dtype, push.source) for client in self.clients
+            ]
         self._loaded_adapter: str | None = None
         self._version: str | None = None  # name of the weights that the server must report. None: any
         self._is_closed = False
@@ -102,69 +109,97 @@ class ServerSampler:
         """
         with ThreadPoolExecutor(self.config.concurrency, "sampler") as threads:
             turns = [
-                threads.submit(self._sample_turn, context, limit, stop, seed % 2**31)
-                for context, limit, seed in zip(contexts, max_tokens, seeds, strict=True)
+                threads.submit(self._sample_turn, client, context, limit, stop, seed % 2**31)
+                for client, context, limit, seed in zip(
+                    self._clients_of(contexts), contexts, max_tokens, seeds, strict=True
+                )
             ]
             try:
                 completions = [turn.result() for turn in turns]
             except BaseException:
                 threads.shutdown(wait=False, cancel_futures=True)
-                self.client.stop()
+                self._stop()
                 raise
         self._ask_version()
         return completions
 
     def update(self, model: TreeModel, step: int) -> None:
-        """See ``RemoteSampler``. Without ``push``, the server must get its weights in another way.
+        """See ``RemoteSampler``. Without ``push``, servers must get their weights in another way.
 
-        If this fails, the server may hold weights of two versions. It therefore stays paused.
+        Rank 0 gathers the weights and sends them. If this fails, a server may hold weights of two versions.
+        It therefore stays paused.
 
         Raises:
-            UserError: the server did not take over the weights.
+            UserError: a server did not take over the weights. All ranks raise it.
         """
         if self.push is None:
             self._warn_once("nothing sends the trained weights to it, so its own may be stale")
             return
         version, is_adapter = f"{self.push.run}-{step}", self.config.weights == "adapter"
+        weights: dict[str, Tensor] | None = None
+        if is_adapter:
+            weights = gathered_factors(model)
+        elif world_size() > 1 or not self._broadcasts:
+            weights = gathered_weights(model, self.push.dtype)
+        push = self._push_adapter if is_adapter else self._push_weights
         try:
-            if is_adapter:
-                self._push_adapter(model, version, self.push)
-            else:
-                self._push_weights(model, version, self.push)
+            call_on_rank_0(partial(push, model, weights, version, self.push))
         except UserError as error:
             problem = f"weights of step {step}: the server did not take them over, and may stay paused"
             if is_adapter:
                 problem = f"adapter of step {step}: the server did not load it"
             raise UserError(f"{problem}: {error}") from None
+        if is_adapter:
+            self.protocol.adapter = version
+        else:
+            self._version = version
         self._ask_version()
 
     def close(self) -> None:
         """Ends all requests, and undoes what ``update`` did. Later calls of ``sample`` raise StoppedError.
 
-        The trainer leaves the group of a broadcast and deletes its files, and the server unloads its adapter.
+        Rank 0 leaves the groups of broadcasts and deletes its files, and servers unload its adapter.
         """
         self._is_closed = True
-        self.client.stop()
-        if self._broadcast is not None:
-            self._broadcast.close()
-        elif self.push is not None:
+        self._stop()
+        if rank():
+            return
+        for broadcast in self._broadcasts:
+            broadcast.close()
+        if self.push is not None and not self._broadcasts:
             _emptied(self.push.folder)
         try:
             self._unload_adapter()
         except UserError as error:
             logger.warning("adapter %s stays loaded: %s", self._loaded_adapter, error)
 
-    def _sample_turn(self, context: Sequence[int], limit: int, stop: int, seed: int) -> Completion:
+    def _clients_of(self, contexts: Sequence[Sequence[int]]) -> list[ServerClient]:
+        """Returns the server of each context.
+
+        Each server gets equally many contexts, which are neighbours in lexicographic order. The order of
+        rollouts stays the same while their contexts grow.
+        """
+        order = sorted(range(len(contexts)), key=lambda i: list(contexts[i]))
+        place = {i: number for number, i in enumerate(order)}
+        return [self.clients[place[i] * len(self.clients) // len(order)] for i in range(len(order))]
+
+    def _stop(self) -> None:
+        for client in self.clients:
+            client.stop()
+
+    def _sample_turn(
+        self, client: ServerClient, context: Sequence[int], limit: int, stop: int, seed: int
+    ) -> Completion:
         if self._is_closed:
-            raise StoppedError(self.client.url)
+            raise StoppedError(client.url)
         request = self.protocol.sampling_request(context, limit, stop, seed)
-        content = self.client.post(self.protocol.sampling_path, request, self._largest(len(context) + limit))
+        content = client.post(self.protocol.sampling_path, request, self._largest(len(context) + limit))
         try:
             answer = self.protocol.read(content)
             completion = answer.completion(context, limit, stop, self.experts)
         except UserError as error:
-            raise UserError(f"{self.client.url}: {error}") from None
-        self._check_version(answer.version)
+            raise UserError(f"{client.url}: {error}") from None
+        self._check_version(client, answer.version)
         return completion
 
     def _largest(self, num_tokens: int) -> int:
@@ -172,60 +207,69 @@ class ServerSampler:
         ids = self.experts.num_layers * self.experts.top_k if self.experts else 0
         return LARGEST_ANSWER + num_tokens * (TOKEN_BYTES + EXPERT_BYTES * ids)
 
-    def _push_weights(self, model: TreeModel, version: str, push: PushSettings) -> None:
-        """Sends all weights while the server is paused."""
-        self.protocol.pause(self.client)
-        if self._broadcast is not None:
-            self._broadcast.send(model, version)
-        else:
+    def _push_weights(
+        self, model: TreeModel, weights: Mapping[str, Tensor] | None, version: str, push: PushSettings
+    ) -> None:
+        """Sends all weights while the servers are paused."""
+        for client in self.clients:
+            self.protocol.pause(client)
+        for broadcast in self._broadcasts:
+            broadcast.send(model, weights, version)
+        if not self._broadcasts:
             folder = _emptied(push.folder) / version
-            save_pretrained(model, folder, gathered_weights(model, push.dtype), push.source)
-            self.protocol.load(self.client, folder)
-        self.protocol.resume(self.client, version)
-        self._version = version
+            save_pretrained(model, folder, weights, push.source)
+            for client in self.clients:
+                self.protocol.load(client, folder)
+        for client in self.clients:
+            self.protocol.resume(client, version)
 
-    def _push_adapter(self, model: TreeModel, name: str, push: PushSettings) -> None:
+    def _push_adapter(
+        self, model: TreeModel, factors: Mapping[str, Tensor] | None, name: str, push: PushSettings
+    ) -> None:
         """Loads LoRA as an adapter. Its name is its version, so no request gets another step's adapter."""
         folder = _emptied(push.folder) / name
-        save_adapter(model, folder, source=push.source)
+        save_adapter(model, folder, factors, source=push.source)
         self._unload_adapter()
-        body = {"lora_name": name, "lora_path": str(folder)}
-        self.client.command(f"{self.protocol.adapters_path}/load_lora_adapter", body)
-        self.protocol.adapter = self._loaded_adapter = name
+        self._command_adapter("load", {"lora_name": name, "lora_path": str(folder)})
+        self._loaded_adapter = name
 
     def _unload_adapter(self) -> None:
         if self._loaded_adapter is not None:
-            body = {"lora_name": self._loaded_adapter}
-            self.client.command(f"{self.protocol.adapters_path}/unload_lora_adapter", body)
+            self._command_adapter("unload", {"lora_name": self._loaded_adapter})
             self._loaded_adapter = None
 
+    def _command_adapter(self, verb: str, body: dict[str, object]) -> None:
+        for client in self.clients:
+            client.command(f"{self.protocol.adapters_path}/{verb}_lora_adapter", body)
+
     def _ask_version(self) -> None:
-        """Raises UserError if the server reports that it has other weights than those of the last push."""
+        """Raises UserError if a server reports that it has other weights than those of the last push."""
         if self._version is None:
             return
-        reported = (self.client.find(*self.protocol.version_paths) or {}).get("weight_version")
-        self._check_version(reported)
-        if reported is None:
-            self._warn_once(
-                "this version of the server does not report the version of its weights, so nothing checks "
-                "that it samples from the trained ones"
-            )
+        for client in self.clients:
+            reported = (client.find(*self.protocol.version_paths) or {}).get("weight_version")
+            self._check_version(client, reported)
+            if reported is None:
+                self._warn_once(
+                    "this version of the server does not report the version of its weights, so nothing "
+                    "checks that it samples from the trained ones"
+                )
 
-    def _check_version(self, reported: object) -> None:
+    def _check_version(self, client: ServerClient, reported: object) -> None:
         if self._version is not None and reported not in (None, self._version):
             raise UserError(
-                f"{self.client.url}: weight version: expected {self._version!r}, which this run sent, got "
+                f"{client.url}: weight version: expected {self._version!r}, which this run sent, got "
                 f"{shorten(reported)}; does another program send weights to this server?"
             )
 
     def _warn_once(self, problem: str) -> None:
         if problem not in self._warnings:
             self._warnings.add(problem)
-            logger.warning("%s: %s", self.client.url, problem)
+            logger.warning("%s: %s", self.clients[0].url, problem)
 
 
 def build_server_sampler(config: RLRunConfig, model: TreeModel, run: str) -> ServerSampler:
-    """Returns the sampler that the table [rl.server] describes.
+    """Returns the sampler that the table [rl.server] describes. Collective.
 
     Each call makes new names for versions of the weights, because a run that was killed may have left its
     versions on the server.
@@ -250,7 +294,7 @@ def build_server_sampler(config: RLRunConfig, model: TreeModel, run: str) -> Ser
             '"adapter"; or set lora.rank'
         )
     push = PushSettings(
-        run=f"{run}-{secrets.token_hex(2)}",
+        run=call_on_rank_0(lambda: f"{run}-{secrets.token_hex(2)}"),
         folder=Path(config.folder) / "rollout_weights",
         dtype=getattr(torch, config.training.dtype),
         source=config.model.hf_path,
