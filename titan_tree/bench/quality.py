@@ -222,16 +222,22 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def draw(rows: Sequence[Mapping[str, str]], figure: Figure) -> None:
-    """Draws the rewards and the NLL of both choices: a point per seed, and a line at their mean."""
-    figure.set_size_inches(9, 3.2)
-    for panel, name in zip(figure.subplots(1, 3), ("reward", "greedy reward", "NLL"), strict=True):
-        for x, paths in enumerate(PATHS):
-            values = {row["seed"]: float(row[name]) for row in rows if row["paths"] == paths}
-            panel.hlines(values.pop("mean"), x - 0.2, x + 0.2, color=f"C{x}")
-            panel.plot([x] * len(values), list(values.values()), "o", color=f"C{x}")
-        if name != "NLL":
-            copied = float(rows[0]["demonstrations"])
-            panel.axhline(copied, color="0.7", linestyle=":", label="demonstrations")
-            panel.legend(fontsize=8)
-        panel.set(title=name, xlim=(-0.5, 1.5), xticks=range(len(PATHS)), xticklabels=PATHS)
-        panel.grid(alpha=0.3)
+    """Draws rewards and NLL, a row of panels per environment: a point per seed, and a line at their mean."""
+    environments = list(dict.fromkeys(row["environment"] for row in rows))
+    figure.set_size_inches(9, 3.2 * len(environments))
+    grid = figure.subplots(len(environments), 3, squeeze=False)
+    for environment, panels in zip(environments, grid, strict=True):
+        own = [row for row in rows if row["environment"] == environment]
+        for panel, name in zip(panels, ("reward", "greedy reward", "NLL"), strict=True):
+            for x, paths in enumerate(PATHS):
+                values = {row["seed"]: float(row[name]) for row in own if row["paths"] == paths}
+                panel.hlines(values.pop("mean"), x - 0.2, x + 0.2, color=f"C{x}")
+                panel.plot([x] * len(values), list(values.values()), "o", color=f"C{x}")
+            if name != "NLL":
+                copied = float(own[0]["demonstrations"])
+                panel.axhline(copied, color="0.7", linestyle=":", label="demonstrations")
+                panel.legend(fontsize=8)
+            panel.set(
+                title=f"{environment}: {name}", xlim=(-0.5, 1.5), xticks=range(len(PATHS)), xticklabels=PATHS
+            )
+            panel.grid(alpha=0.3)
