@@ -10,8 +10,9 @@ from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch._inductor.utils import run_and_get_code
 
+from titan_tree.distributed.compiling import keep_compiled
 from titan_tree.distributed.mesh import OneRank
-from titan_tree.distributed.parallelize import keep_compiled, parallelize
+from titan_tree.distributed.parallelize import parallelize
 from titan_tree.distributed.titan import TreeSelectiveAC
 from titan_tree.models.decoder import build_model
 from titan_tree.tree.batch import TreeBatch

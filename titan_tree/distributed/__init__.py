@@ -3,6 +3,7 @@
 launch.py             torchrun's variables, and how ranks meet
 mesh.py               the process group, and how ranks are divided
 parallelize.py        turns a plain model into one that trains on any number of ranks
+compiling.py          torch.compile for modules that run on trees
 gradient_sync.py      when FSDP2 communicates within a step
 sequence_parallel.py  ranks that share the tokens and heads of each tree
 experts/              ranks that hold different experts and exchange tokens

@@ -31,6 +31,7 @@ from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.loader import refuse_in_worker
 from titan_tree.data.show import render_sample
 from titan_tree.distributed import titan
+from titan_tree.distributed.compiling import keep_compiled
 from titan_tree.distributed.faults import record_collectives, set_timeout, start_timeout
 from titan_tree.distributed.launch import Launch
 from titan_tree.distributed.mesh import init_distributed
@@ -40,7 +41,6 @@ from titan_tree.distributed.optimizers import (
     build_optimizers,
     optimizer_class,
 )
-from titan_tree.distributed.parallelize import keep_compiled
 from titan_tree.engine.step_io import NO_COUNTS, StepCounts, StepInput
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import AgreedError, UserError

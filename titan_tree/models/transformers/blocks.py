@@ -13,7 +13,8 @@ N tokens, H key heads, G value heads, K and V dims of a key and a value head, W 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MethodType
@@ -44,16 +45,17 @@ CACHE = "past_key_values"  # the argument of transformers' layers
 
 
 class TransformersBlock(nn.Module):
-    """A layer of transformers.
+    """A layer of transformers. It runs the layer's code without the hooks and the checkpointing around it.
 
     Args:
-        layer: the layer. If it is recurrent, it can then run on trees only.
+        layer: the layer, before it is sharded. Without a tree, it runs as before.
         attention, gdn: the kernels, shared by all layers.
     """
 
     def __init__(self, layer: nn.Module, attention: TreeAttention, gdn: TreeGDN) -> None:
         super().__init__()
         self.layer, self.attention, self.gdn = layer, attention, gdn
+        self._layer_forward = inspect.unwrap(type(layer).forward)
         if (mixer := recurrent_mixer(layer)) is not None:
             on_trees(mixer)
 
@@ -76,35 +78,51 @@ class TransformersBlock(nn.Module):
             Hidden states [1, N, d], and in a partition two exported tensors.
         """
         cache = PartitionCache(rows, layout) if rows else None
-        tree = {KEYWORD: TreeInputs(self.attention, layout, self.gdn), CACHE: cache}
-        hidden = self.layer(hidden, *positional, **{**named, **tree})
+        hidden = self.call(hidden, positional, named, TreeInputs(self.attention, layout, self.gdn), cache)
         return LayerOutput(hidden, () if cache is None else cache.exports)
 
+    def call(
+        self,
+        hidden: Tensor,
+        positional: Sequence[object],
+        named: Mapping[str, object],
+        tree: TreeInputs | Probe,
+        cache: PartitionCache | ProbedKeys | None,
+    ) -> Tensor:
+        """Runs the layer with these objects in place of transformers' own cache and mask."""
+        out: Tensor = self._layer_forward(
+            self.layer, hidden, *positional, **{**named, KEYWORD: tree, CACHE: cache}
+        )
+        return out
 
-@dataclass
+
 class LayerPass:
     """One pass over all layers: what their blocks read and export.
+
+    It is no dataclass, because FSDP2 copies dataclasses among the arguments of a layer.
 
     Args:
         layout: the batch's layout.
         rows: two tensors for each layer; () outside of partitions.
     """
 
-    layout: TreeLayout
-    rows: Sequence[Tensor]
-    exports: list[Tensor] = field(default_factory=list)
+    def __init__(self, layout: TreeLayout, rows: Sequence[Tensor]) -> None:
+        self.layout, self.rows = layout, rows
+        self.exports: list[Tensor] = []
 
     def run(
         self,
         index: int,
-        block: nn.Module,
+        block: Callable[..., LayerOutput],
         hidden: Tensor,
         positional: Sequence[object],
         named: Mapping[str, object],
     ) -> Tensor:
         """Runs the block of the layer ``index`` and returns its hidden states."""
-        out = block(hidden, positional, named, self.layout, tuple(self.rows[2 * index : 2 * index + 2]))
-        self.exports += out.exports
+        rows = tuple(self.rows[2 * index : 2 * index + 2])
+        out = LayerOutput(*block(hidden, positional, named, self.layout, rows))
+        if len(self.exports) == 2 * index:  # layers may be recomputed in the backward pass
+            self.exports += out.exports
         return out.hidden
 
 
@@ -141,30 +159,25 @@ class Survey:
     def run(
         self,
         index: int,
-        block: nn.Module,
+        block: TransformersBlock,
         hidden: Tensor,
         positional: Sequence[object],
         named: Mapping[str, object],
     ) -> Tensor:
         """Records the sizes of the layer ``index`` and returns ``hidden``."""
-        layer = block.get_submodule("layer")
-        if (mixer := recurrent_mixer(layer)) is not None:
+        if (mixer := recurrent_mixer(block.layer)) is not None:
             self.sizes.append(LayerSizes(None, row_shapes(mixer)))
             return hidden
         probe, keys = Probe(), ProbedKeys()
         with suppress(ProbedError):
-            layer(hidden, *positional, **{**named, KEYWORD: probe, CACHE: keys})
-        self.add(index, probe, keys)
-        return hidden
-
-    def add(self, index: int, probe: Probe, keys: ProbedKeys) -> None:
-        """Records the sizes of the layer ``index``, which has attention."""
+            block.call(hidden, positional, named, probe, keys)
         if probe.call is None or len(keys.shapes) != 2:
             raise UserError(
                 f"model: layer {index} does not get its keys and values as attention of transformers does, "
                 "so it cannot run on trees"
             )
         self.sizes.append(LayerSizes(probe.call, keys.shapes))
+        return hidden
 
 
 class LayerCalls:

@@ -2,19 +2,18 @@
 
 A ``TransformersModel`` takes a model's layers away. Frameworks that shard, save and synchronize a model
 themselves need it as it is: every module in its place, parameters by their names, and ``forward`` and
-``generate`` for everything else. Here only the ``forward`` of the model, of its mixers (attention and Gated
-DeltaNet) and of its output projection are replaced. They answer calls without a tree as before.
+``generate`` for everything else. Here only the ``forward`` of the model, of its layers and of its output
+projection are replaced. They answer calls without a tree as before.
 
-The mixers are the place where a partition's keys and states enter, because layers that recompute their
-activations drop the cache that they are given.
+    layer(...) -> hooks, such as FSDP2's -> the pass over the tree -> checkpointing -> TransformersBlock
+
+A block may be compiled. Calls without a tree never reach it.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,24 +22,8 @@ from transformers import PreTrainedModel
 
 from titan_tree.components.edge_statistics import Statistic
 from titan_tree.errors import UserError
-from titan_tree.models.transformers.attention_function import (
-    KEYWORD,
-    NAMES,
-    PartitionCache,
-    Probe,
-    ProbedError,
-    ProbedKeys,
-    TreeInputs,
-)
-from titan_tree.models.transformers.blocks import (
-    CACHE,
-    RECURRENT_CACHE,
-    LayerSizes,
-    Survey,
-    on_trees,
-    recurrent_mixer,
-    row_shapes,
-)
+from titan_tree.models.transformers.attention_function import KEYWORD, NAMES
+from titan_tree.models.transformers.blocks import LayerPass, Survey, TransformersBlock
 from titan_tree.models.transformers.transformers_model import TransformersModel
 from titan_tree.models.tree_model import ModelOutput
 from titan_tree.tree.batch import TreeBatch
@@ -126,87 +109,46 @@ class InPlaceModel(TransformersModel):
         return module(hidden, **{CALL: run})  # FSDP2 follows the gradient of its argument
 
     def _take_layers(self, base: Any) -> None:
-        self.layers = base.layers
-        for index, layer in enumerate(base.layers):
-            if (mixer := recurrent_mixer(layer)) is None:
-                _mix_on_trees(index, layer.self_attn, CACHE)
-            else:
-                on_trees(mixer)
-                _mix_on_trees(index, mixer, RECURRENT_CACHE)
+        blocks = [TransformersBlock(layer, self.attention, self.gdn) for layer in base.layers]
+        self.layers = nn.ModuleList(blocks)
+        for index, block in enumerate(blocks):
+            _run_in_pass(index, block)
 
-    def _survey(self, survey: Survey | None = None) -> list[LayerSizes]:
-        return super()._survey(_InPlaceSurvey())
-
-    def _new_pass(self, layout: TreeLayout, rows: Sequence[Tensor]) -> _InPlacePass:
-        return _InPlacePass(layout, rows, TreeInputs(self.attention, layout, self.gdn))
+    def _new_pass(self, layout: TreeLayout, rows: Sequence[Tensor]) -> LayerPass:
+        return _InPlacePass(layout, rows)
 
 
-@dataclass(frozen=True)
-class _Mixer:
-    """The part of a layer in which tokens read other tokens: attention or Gated DeltaNet."""
+class _InPlacePass(LayerPass):
+    """One pass over all layers, which recompute their activations where transformers would."""
 
-    index: int  # of the layer
-    module: nn.Module
-    plain: Callable[..., object]  # the module's own ``forward``
-    cache: str  # the name of its argument
-
-
-class _InPlacePass:
-    """One pass over all layers: what their mixers read and export.
-
-    It is no dataclass, because FSDP2 copies dataclasses among the arguments of a layer.
-
-    Args:
-        layout, rows: see ``LayerPass``.
-        tree: what the mixers get as the argument ``KEYWORD``.
-    """
-
-    def __init__(self, layout: TreeLayout, rows: Sequence[Tensor], tree: TreeInputs) -> None:
-        self.layout, self.rows, self.tree = layout, rows, tree
-        self.exports: list[Tensor] = []
-        self._exported = 0  # layers
-
-    def mix(self, mixer: _Mixer, positional: Sequence[object], named: Mapping[str, object]) -> object:
-        """Calls a mixer and returns what it returns."""
-        rows = self.rows[2 * mixer.index : 2 * mixer.index + 2]
-        cache = PartitionCache(rows, self.layout) if rows else None
-        out = mixer.plain(*positional, **{**named, KEYWORD: self.tree, mixer.cache: cache})
-        # With activation checkpointing, the layer runs once more in the backward pass.
-        if cache is not None and mixer.index == self._exported:
-            self.exports += cache.exports
-            self._exported += 1
-        return out
+    def run(
+        self,
+        index: int,
+        block: Any,
+        hidden: Tensor,
+        positional: Sequence[object],
+        named: Mapping[str, object],
+    ) -> Tensor:
+        layer = block.layer
+        # In older versions, the call of the layer checkpoints, so this runs within.
+        is_ours = layer.gradient_checkpointing and type(layer).__call__ is nn.Module.__call__
+        if is_ours and layer.training:
+            block = functools.partial(layer._gradient_checkpointing_func, block)
+        return super().run(index, block, hidden, positional, named)
 
 
-class _InPlaceSurvey(Survey):
-    """A pass that runs mixers only up to the attention function, and records sizes."""
+def _run_in_pass(index: int, block: TransformersBlock) -> None:
+    """Replaces the ``forward`` of a block's layer: in a pass over a tree, the pass runs the block."""
+    layer: Any = block.layer
 
-    def mix(self, mixer: _Mixer, positional: Sequence[object], named: Mapping[str, object]) -> object:
-        """Records the sizes of a layer and returns the mixer's input in place of its output."""
-        hidden = named["hidden_states"]
-        if mixer.cache == RECURRENT_CACHE:
-            self.sizes.append(LayerSizes(None, row_shapes(mixer.module)))
-            return hidden
-        probe, keys = Probe(), ProbedKeys()
-        with suppress(ProbedError):
-            mixer.plain(*positional, **{**named, KEYWORD: probe, CACHE: keys})
-        self.add(mixer.index, probe, keys)
-        return hidden, None
-
-
-def _mix_on_trees(index: int, module: nn.Module, cache: str) -> None:
-    """Replaces the ``forward`` of a layer's mixer: in a pass over a tree, the pass runs it."""
-    plain = module.forward
-    mixer = _Mixer(index, module, plain, cache)
-
-    @functools.wraps(plain)
-    def forward(*positional: object, **named: Any) -> object:
-        current: _InPlacePass | _InPlaceSurvey | None = named.get(KEYWORD)
+    @functools.wraps(layer.forward)
+    def forward(*positional: Any, **named: Any) -> object:
+        current: LayerPass | Survey | None = named.pop(KEYWORD, None)
         if current is None:
-            return plain(*positional, **named)
-        return current.mix(mixer, positional, named)
+            return type(layer).forward(layer, *positional, **named)
+        return current.run(index, block, positional[0], positional[1:], named)
 
-    module.forward = forward
+    layer.forward = forward
 
 
 def _run_calls_inside(module: nn.Module) -> None:
