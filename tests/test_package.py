@@ -106,7 +106,7 @@ def allowed(package: str) -> set[Path]:
     if package == "lightning":
         return {ROOT / "integrations" / "lightning.py"}
     if package == "trl":
-        return {ROOT / "integrations" / "trl.py", BENCH / "trl.py"}
+        return {BENCH / "trl.py"}
     if package == "verl":
         return {ROOT / "integrations" / "verl.py"}
     if package == "vllm":

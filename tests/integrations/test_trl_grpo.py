@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
 from tests.support.trl_runs import ACCUMULATE, Run, assert_equal, cases, grpo, save_model, with_tool
 
 pytest.importorskip("trl")
 
-from trl import GRPOTrainer
-
 from tests.support.processes import as_rank, run_ranks
-from titan_tree.integrations.trl import TreeGRPOTrainer
+from titan_tree.integrations.tree_view import RowForest
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("trl")]  # importing trl takes ten seconds
 
@@ -27,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_five_steps_equal_those_of_grpo_trainer(folder: Path) -> None:
-    stock, tree = (grpo(cls, folder, loss_type="dapo", max_steps=5) for cls in (GRPOTrainer, TreeGRPOTrainer))
+    stock, tree = (grpo(folder, tree, loss_type="dapo", max_steps=5) for tree in (None, {}))
     assert_equal(stock, tree)
     assert len(tree.losses) == 5
     steps = [tree.rows[start : start + 8] for start in range(0, 40, 8)]
@@ -101,21 +100,19 @@ LONG_TAIL += ("two steps per generation", "uneven last step", "truncated rows")
 @pytest.fixture(scope="module")
 def stock(folder: Path) -> Callable[[str], Run]:
     """Returns the run of the stock trainer for a case. Each is trained once."""
-    return functools.cache(lambda name: grpo(GRPOTrainer, folder, **CASES[name]))
+    return functools.cache(lambda name: grpo(folder, **CASES[name]))
 
 
 @pytest.mark.parametrize(("name", "max_tokens"), cases(CASES, LONG_TAIL, ("sequence level", "LoRA")))
 def test_grpo(folder: Path, stock: Callable[[str], Run], name: str, max_tokens: int | None) -> None:
     """In partitions, at most 30 tokens run at once, and a row has 30 to 44. Logged metrics are equal, too."""
-    options = CASES[name]
-    tree = grpo(TreeGRPOTrainer, folder, max_tokens=max_tokens, **options)
-    assert_equal(stock(name), tree)
+    assert_equal(stock(name), grpo(folder, {"max_tokens": max_tokens}, **CASES[name]))
 
 
 def test_the_rows_of_a_step_are_one_forest(folder: Path) -> None:
     """TRL spreads the groups of 4 rows over the 4 micro-batches of a step. One forward pass has them all."""
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 2}
-    stock, tree = (grpo(cls, folder, loss_type="dapo", **options) for cls in (GRPOTrainer, TreeGRPOTrainer))
+    stock, tree = (grpo(folder, tree, loss_type="dapo", **options) for tree in (None, {}))
     assert_equal(stock, tree)
     assert len(tree.losses) == 8
     for rows, log, passes in zip((tree.rows[:16], tree.rows[16:]), tree.logs, tree.passes, strict=True):
@@ -126,12 +123,47 @@ def test_the_rows_of_a_step_are_one_forest(folder: Path) -> None:
         assert log["tree/row_tokens"] == sum(map(len, rows))
 
 
+def test_all_log_probs_of_a_generation_share_one_layout(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old, reference and current ones, in two iterations. TRL shuffles the rows in between."""
+    forests: list[RowForest] = []
+
+    def make(*args: Any) -> RowForest:
+        forests.append(plain(*args))
+        return forests[-1]
+
+    plain = RowForest.make
+    monkeypatch.setattr(RowForest, "make", make)
+    options = {"loss_type": "grpo", "beta": 0.1, "num_iterations": 2, "max_steps": 4, **ACCUMULATE}
+    stock, tree = (grpo(folder, tree, **options) for tree in (None, {}))
+    assert_equal(stock, tree)
+    assert len(forests) == 2  # generations
+    assert tree.passes == [3, 1, 3, 1]
+
+
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("max_tokens", [None, 30])
+def test_compiled_layers_train_as_the_stock_trainer_does(folder: Path, max_tokens: int | None) -> None:
+    """Layers share their graphs. Generation does not use them."""
+    torch._dynamo.reset()
+    counters.clear()
+    options = {"loss_type": "grpo", "beta": 0.1, "num_iterations": 2, "gradient_checkpointing": True}
+    stock, tree = (
+        grpo(folder, tree, **options) for tree in (None, {"compile": True, "max_tokens": max_tokens})
+    )
+    assert_equal(stock, tree)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == (4 if max_tokens is None else 6)
+
+
 @pytest.mark.parametrize("max_tokens", [None, 30])
 def test_mixed_precision_is_no_worse_than_in_the_stock_trainer(folder: Path, max_tokens: int | None) -> None:
     """bf16 is TRL's default. The reference is fp32."""
     options: dict[str, Any] = {"loss_type": "dapo", "max_steps": 1}
-    exact, stock = (grpo(GRPOTrainer, folder, **options | extra) for extra in ({}, {"bf16": True}))
-    tree = grpo(TreeGRPOTrainer, folder, max_tokens=max_tokens, **options, bf16=True)
+    exact, stock = (grpo(folder, **options | extra) for extra in ({}, {"bf16": True}))
+    tree = grpo(folder, {"max_tokens": max_tokens}, **options, bf16=True)
 
     def error(run: Run) -> float:
         return sum(float((p - exact.weights[name]).square().sum()) for name, p in run.weights.items()) ** 0.5
@@ -144,10 +176,10 @@ def train_on_ranks(rank: int, ports: list[int], folder: Path) -> None:
     torch.set_num_threads(1)
     with as_rank(rank, 2, ports[0]):
         options: dict[str, Any] = {"loss_type": "dapo", "ddp_backend": "gloo", "beta": 0.1}
-        stock = grpo(GRPOTrainer, folder, **options, **ACCUMULATE)
+        stock = grpo(folder, **options, **ACCUMULATE)
         assert stock.trainer.accelerator.num_processes == 2
         for max_tokens in (None, 30):
-            tree = grpo(TreeGRPOTrainer, folder, max_tokens=max_tokens, **options, **ACCUMULATE)
+            tree = grpo(folder, {"max_tokens": max_tokens}, **options, **ACCUMULATE)
             assert type(tree.trainer.model_wrapped).__name__ == "DistributedDataParallel"
             assert_equal(stock, tree)
         own = torch.cat([p.flatten() for p in tree.weights.values()])

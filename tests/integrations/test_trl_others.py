@@ -26,7 +26,7 @@ pytest.importorskip("trl")
 from transformers import AutoModelForCausalLM, PrinterCallback
 from trl import DPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
 
-from titan_tree.integrations.trl import score_on_trees
+from titan_tree.integrations.hugging_face import treeify
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("trl")]  # importing trl takes ten seconds
 
@@ -66,7 +66,7 @@ def stock(folder: Path) -> Callable[[str], Run]:
 def test_other_trainers(folder: Path, stock: Callable[[str], Run], name: str, max_tokens: int | None) -> None:
     cls, options = OTHERS[name]
     trainer = make_other(cls, folder, **options)
-    score_on_trees(trainer, max_tokens)
+    treeify(trainer, max_tokens)
     tree = run(trainer)
     assert_equal(stock(name), tree)
     assert tree.logs[0]["tree/distinct_tokens"] <= tree.logs[0]["tree/row_tokens"]
@@ -85,7 +85,7 @@ def test_the_model_generates_and_saves_as_before(folder: Path, tmp_path: Path) -
         return logits, model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
 
     before, names = outputs(model), list(model.state_dict())
-    score_on_trees(trainer, 30)
+    treeify(trainer, 30)
     assert all(map(torch.equal, before, outputs(model)))
     assert list(model.state_dict()) == names
     trainer.remove_callback(PrinterCallback)

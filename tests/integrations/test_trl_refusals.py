@@ -1,9 +1,7 @@
 """What TRL's trainers cannot run on trees is refused."""
 
 import functools
-import importlib
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from peft import LoraConfig, PromptTuningConfig
 from trl import SFTTrainer
 
 from titan_tree.errors import UserError
-from titan_tree.integrations.trl import score_on_trees
+from titan_tree.integrations.hugging_face import treeify
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("trl")]  # importing trl takes ten seconds
 
@@ -70,10 +68,13 @@ REFUSALS: dict[str, tuple[Callable[[Any], Any], str]] = {
         with_attribute("model.config.quantization_config", {"bits": 4}),
         "expected unquantized weights",
     ),
-    "twice": (score_on_trees, "without it; pass a new trainer for SFT, DPO, KTO or RLOO, and only once"),
+    "twice": (
+        treeify,
+        "treeify: SFTTrainer: expected a new trainer of transformers, or of TRL",
+    ),
     "plain model": (
         lambda trainer: trainer.model.__dict__.pop("forward"),
-        "fused head, got Qwen3ForCausalLM",
+        "treeify: SFTTrainer: expected a new trainer of transformers",
     ),
 }
 
@@ -84,7 +85,7 @@ def test_what_cannot_run_on_trees_is_refused(folder: Path, name: str) -> None:
     trainer = make_other(SFTTrainer, folder)
     change(trainer)
     with pytest.raises(UserError, match=re.escape(message)) as error:
-        score_on_trees(trainer)
+        treeify(trainer)
     assert "\n" not in str(error.value)
 
 
@@ -105,17 +106,17 @@ def test_what_cannot_run_on_trees_is_refused(folder: Path, name: str) -> None:
 def test_adapters_that_cannot_run_on_trees_are_refused(folder: Path, adapter: Any, message: str) -> None:
     trainer = make_other(SFTTrainer, folder, adapter=adapter)
     with pytest.raises(UserError, match=re.escape(message)):
-        score_on_trees(trainer)
+        treeify(trainer)
 
 
 def test_fp16_is_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="mixed precision: expected bf16 or none on trees, got fp16"):
-        score_on_trees(make_other(SFTTrainer, folder, fp16=True))
+        treeify(make_other(SFTTrainer, folder, fp16=True))
 
 
 def test_wrong_rows_are_refused(folder: Path) -> None:
     trainer = make_other(SFTTrainer, folder)
-    score_on_trees(trainer)
+    treeify(trainer)
     ids = torch.randint(3, 64, (2, 9))
     good = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), "fused_lm_head": True}
     positions = torch.arange(9).repeat(2, 1)
@@ -123,8 +124,8 @@ def test_wrong_rows_are_refused(folder: Path) -> None:
     for change, message in (
         ({"labels": ids + 1}, "labels: expected the token itself or -100"),
         ({"attention_mask": positions > 2}, "labels: expected -100 for padding"),
-        ({"attention_mask": None}, "got neither and 2 rows"),
-        ({"position_ids": positions}, "got both and 2 rows"),
+        ({"position_ids": positions}, "got position_ids, an attention_mask and 2 rows"),
+        ({"attention_mask": None, "position_ids": positions}, "position_ids, no attention_mask and 2 rows"),
         ({"pixel_values": torch.ones(2)}, "pixel_values: expected text rows without it"),
         ({"output_router_logits": True}, "output_router_logits: expected text rows without it"),
         (
@@ -141,19 +142,16 @@ def test_wrong_rows_are_refused(folder: Path) -> None:
             trainer.model(**good | change)
 
 
-def test_other_versions_of_trl_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("titan_tree.integrations.trl")
-    monkeypatch.setattr("trl.__version__", "1.15.0")
-    with pytest.raises(UserError, match=r"expected trl 1\.16\.0, got 1\.15\.0; run pip install"):
-        importlib.reload(module)
-    monkeypatch.setitem(sys.modules, "trl", None)
-    with pytest.raises(UserError, match="needs the package trl"):
-        importlib.reload(module)
+def test_other_versions_of_trl_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_other(SFTTrainer, folder)
+    monkeypatch.setattr("titan_tree.integrations.hugging_face.version", lambda _: "1.15.0")
+    with pytest.raises(UserError, match=r"treeify: expected trl 1\.16\.0, got 1\.15\.0; run pip install"):
+        treeify(trainer)
 
 
 def test_partitions_that_cannot_run_are_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="max_tokens: expected at least 2, got 1"):
-        score_on_trees(make_other(SFTTrainer, folder), 1)
+        treeify(make_other(SFTTrainer, folder), 1)
     reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     with pytest.raises(UserError, match="expected use_reentrant = False with max_tokens"):
-        score_on_trees(make_other(SFTTrainer, folder, **reentrant), 30)
+        treeify(make_other(SFTTrainer, folder, **reentrant), 30)

@@ -21,6 +21,7 @@ from trl import (
     DPOConfig,
     DPOTrainer,
     GRPOConfig,
+    GRPOTrainer,
     KTOConfig,
     KTOTrainer,
     RLOOConfig,
@@ -29,7 +30,7 @@ from trl import (
     SFTTrainer,
 )
 
-from titan_tree.integrations.trl import TreeGRPOTrainer
+from titan_tree.integrations.hugging_face import treeify
 
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
@@ -179,14 +180,17 @@ def assert_equal(stock: Run, tree: Run, tolerance: float = 2e-5) -> None:
 
 
 def grpo(
-    cls: type,
     folder: Path,
+    tree: dict[str, Any] | None = None,
     rollout: Callable[..., Any] | None = None,
     peft: bool = False,
-    max_tokens: int | None = None,
     **options: Any,
 ) -> Run:
-    """Trains with GRPO. max_tokens is only for the trainer on trees."""
+    """Trains with GRPO.
+
+    Args:
+        tree: the options of ``treeify``; None: the stock trainer.
+    """
     set_seed(7)
     extra: dict[str, Any] = {"rollout_func": rollout} if rollout else {}
     if peft:
@@ -194,15 +198,15 @@ def grpo(
         extra["peft_config"] = LoraConfig(
             r=4, lora_alpha=8, target_modules=modules, task_type="CAUSAL_LM", init_lora_weights=False
         )
-    if cls is TreeGRPOTrainer:
-        extra["max_tokens"] = max_tokens
     args = arguments(GRPOConfig, folder, **{"num_generations": 4, "max_completion_length": 12, **options})
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     data = Dataset.from_dict({"prompt": PROMPTS})
-    trainer = cls(
+    trainer = GRPOTrainer(
         model=model, reward_funcs=reward, args=args, processing_class=tokenizer, train_dataset=data, **extra
     )
+    if tree is not None:
+        treeify(trainer, **tree)
     return run(trainer)
 
 

@@ -2,6 +2,7 @@
 
 titan-tree bench trl                                  # on a GPU
 titan-tree bench trl --max-tokens 16384               # also in partitions
+titan-tree bench trl --not-compiled                   # also without torch.compile
 
 Rollouts are recorded instead of generated: groups of completions with a common prompt. The completions of a
 group have four turns, each with the answer of a tool that is not trained on. Half of the group shares the
@@ -79,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=3, help="timed steps of a round")
     add("--beta", type=float, default=0.04, help="0: without a reference model")
     add("--max-tokens", type=int, nargs="*", default=[], help="also in such partitions")
+    add("--not-compiled", action="store_true", help="also without torch.compile")
 
 
 def run(args: argparse.Namespace) -> list[Row]:
@@ -87,19 +89,16 @@ def run(args: argparse.Namespace) -> list[Row]:
     os.environ.update(silence)
     from datasets import disable_progress_bars
     from transformers.utils import logging as transformers_logging
-    from trl import GRPOTrainer
-
-    from titan_tree.integrations.trl import TreeGRPOTrainer
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     disable_progress_bars()
-    contenders = [Contender("TRL", partial(measure, args, GRPOTrainer, {}))]
-    for max_tokens in (None, *args.max_tokens):
-        name = "on trees" if max_tokens is None else f"on trees, partitions of {max_tokens:,}"
-        contenders.append(
-            Contender(name, partial(measure, args, TreeGRPOTrainer, {"max_tokens": max_tokens}))
-        )
+    ways: dict[str, dict[str, Any] | None] = {"TRL": None, "on trees": {}}
+    if args.not_compiled:
+        ways["on trees, not compiled"] = {"compile": False}
+    for max_tokens in args.max_tokens:
+        ways[f"on trees, partitions of {max_tokens:,}"] = {"max_tokens": max_tokens}
+    contenders = [Contender(name, partial(measure, args, options)) for name, options in ways.items()]
     with tempfile.TemporaryDirectory() as args.folder:
         save_model(args)
         run_rounds(contenders, args.rounds)
@@ -155,7 +154,7 @@ def tokens(number: int, seed: str) -> list[int]:
     return random.Random(seed).choices(range(2, WORDS), k=number)
 
 
-def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
     return [sum(ids) % 7 for ids in completion_ids]
 
 
@@ -178,11 +177,17 @@ def step_times() -> Any:
     return StepTimes()
 
 
-def measure(args: argparse.Namespace, trainer_class: Any, options: Row) -> Iterable[dict[str, float]]:
-    """Yields the numbers of every step but the first."""
+def measure(args: argparse.Namespace, options: dict[str, Any] | None) -> Iterable[dict[str, float]]:
+    """Yields the numbers of every step but the first.
+
+    Args:
+        options: those of ``treeify``; None: TRL's trainer as it is.
+    """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, PrinterCallback, set_seed
-    from trl import GRPOConfig
+    from trl import GRPOConfig, GRPOTrainer
+
+    from titan_tree.integrations.hugging_face import treeify
 
     is_gpu = default_device().type == "cuda"
     rows = args.groups * args.completions
@@ -204,7 +209,7 @@ def measure(args: argparse.Namespace, trainer_class: Any, options: Row) -> Itera
     )
     set_seed(0)
     times = step_times()
-    trainer = trainer_class(
+    trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32),
         reward_funcs=reward,
         args=config,
@@ -212,8 +217,9 @@ def measure(args: argparse.Namespace, trainer_class: Any, options: Row) -> Itera
         processing_class=PreTrainedTokenizerFast.from_pretrained(args.folder),
         rollout_func=partial(rollouts, args),
         callbacks=[times],
-        **options,
     )
+    if options is not None:
+        treeify(trainer, **options)
     trainer.remove_callback(PrinterCallback)
     if is_gpu:
         torch.cuda.reset_peak_memory_stats()

@@ -1,13 +1,12 @@
-"""TRL's trainers on token trees: the rows of a batch share the computation of their common prefixes.
+"""treeify: makes a trainer of transformers or TRL compute on token trees. See docs/trl.md.
 
-    TreeGRPOTrainer(...)       GRPO; takes the arguments of trl.GRPOTrainer
-    score_on_trees(trainer)    any trainer that scores rows by TRL's fused head, such as SFT and DPO
+    treeify(trainer)
 
-In TRL 1.16, these trainers score rows by one call, ``model(input_ids, attention_mask, labels,
-fused_lm_head=True)``. titan_tree answers this call with a forward pass over the forest of the rows. Losses,
-metrics, generation, PEFT and checkpoints stay TRL's. No other file imports trl.
+TRL 1.16 scores rows by one call, ``model(input_ids, attention_mask, labels, fused_lm_head=True)``. titan_tree
+answers this call with a forward pass over the forest of the rows. The Trainer of transformers is made to use
+the same call. Losses, metrics, generation, PEFT and checkpoints stay those of the trainer.
 
-GRPO scores the rows of an optimizer step in its first micro-batch. TRL then computes the loss of each
+GRPO and RLOO score the rows of an optimizer step in its first micro-batch. TRL then computes the loss of each
 micro-batch on its part of the scores:
 
     micro-batch 1        forward pass over the forest -> scores; loss on detached scores -> their gradient
@@ -24,39 +23,37 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from titan_tree.distributed.compiling import compile_modules
 from titan_tree.errors import UserError
 from titan_tree.integrations.rows import Rows
 
 try:
-    import trl
-    from trl.trainer.utils import FusedCausalLMOutput
+    from transformers import Trainer, TrainerCallback
+    from transformers.utils import ModelOutput
 
-    from titan_tree.integrations.tree_view import TreeView, row_scores  # needs transformers
+    from titan_tree.integrations.tree_view import RowForest, TreeView, row_scores
 except ImportError as error:
     raise UserError(
-        f"titan_tree.integrations.trl needs the package trl ({error}); run pip install 'titan_tree[trl]'"
+        f"titan_tree.integrations.hugging_face: {error}; run pip install 'titan_tree[transformers]', or "
+        "'titan_tree[trl]'"
     ) from None
 
-VERSION = "1.16.0"
-if trl.__version__ != VERSION:
-    raise UserError(
-        f"titan_tree.integrations.trl: expected trl {VERSION}, got {trl.__version__}; run pip install "
-        "'titan_tree[trl]'"
-    )
-
+TRL = "1.16.0"
 MIXED_PRECISION = {"no": None, "bf16": torch.bfloat16}
-# Settings of TRL's configurations that must be off, and why or what to do.
+# Settings of a trainer's arguments that must be off, and why or what to do.
 REFUSED_SETTINGS = {
     "use_liger_kernel": "titan_tree has kernels of its own",
-    "torch_compile": "trees have other sizes in every step",
+    "torch_compile": "treeify compiles the layers itself",
     "neftune_noise_alpha": "a token of a tree has one noise for all of its paths",
     "activation_offloading": "use gradient_checkpointing or max_tokens",
     "label_smoothing_factor": "it needs logits of all tokens",
@@ -65,31 +62,291 @@ REFUSED_SETTINGS = {
 IGNORED = {"use_cache", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 
 
-class TreeGRPOTrainer(trl.GRPOTrainer):
-    """GRPO on token trees: current, old and reference log-probs share prefixes. TRL does everything else.
+def treeify(trainer: Any, max_tokens: int | None = None, compile: bool | None = None) -> None:
+    """Makes a trainer score its rows on token trees. Call it once, before ``trainer.train()``.
 
-    All rows of an optimizer step are one forest. ``per_device_train_batch_size`` only says over which rows
-    TRL computes a loss. If TRL generates within an optimizer step, each generation is a forest.
+    It replaces the forward method of the trainer's model, and of its reference model, for calls of the fused
+    head. All other calls, such as those of ``generate``, run as before. Logs get two more metrics, the means
+    over forward passes of this rank: tree/row_tokens and tree/distinct_tokens.
 
     Args:
-        args, kwargs: those of trl.GRPOTrainer.
-        max_tokens: maximum tokens of one forward pass, see ``score_on_trees``.
+        trainer: transformers.Trainer with a causal language model and its own loss, or TRL's trainer of SFT,
+            DPO, KTO, GRPO or RLOO. Padding-free and packed batches work, too.
+        max_tokens: maximum tokens of one forward pass. A larger forest runs in partitions, forward once more
+            in the backward pass. None runs every forest in one pass.
+        compile: whether torch.compile compiles the layers, only for passes over trees. None: on a GPU.
     Raises:
-        UserError: see ``score_on_trees``.
+        UserError: the trainer has a loss of its own, or the model or a setting cannot be used on trees.
+    """
+    _check_trainer(trainer)
+    if max_tokens is not None and max_tokens < 2:
+        raise UserError(f"treeify: max_tokens: expected at least 2, got {max_tokens}")
+    checkpointing = trainer.args.gradient_checkpointing_kwargs or {}
+    if max_tokens is not None and checkpointing.get("use_reentrant"):
+        raise UserError(
+            "treeify: gradient_checkpointing_kwargs: expected use_reentrant = False with max_tokens, because "
+            "reentrant checkpointing hides the keys that partitions read"
+        )
+    log = _metrics_of(trainer)
+    forests = _Forests(max_tokens, 1 + (getattr(trainer.args, "steps_per_generation", None) or 1))
+    dtype = MIXED_PRECISION[trainer.accelerator.mixed_precision]
+    for wrapped in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
+        model = _unwrapped(trainer, wrapped)
+        options = _head_options(trainer, model)
+        head = _Head(TreeView(model, dtype), forests, log, **options)
+        _add_head(model, head)
+        if trainer.args.device.type == "cuda" if compile is None else compile:
+            compile_modules(head.view, head.view.layers, fullgraph=False)
+    if hasattr(trainer, "_get_per_token_logps_and_entropies"):
+        _StepForests(trainer)
+    elif _has_stock_loss(trainer):
+        _use_head(trainer)
+
+
+def _unwrapped(trainer: Any, model: Any) -> Any:
+    inner = trainer.accelerator.unwrap_model(model)
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+
+
+def _has_stock_loss(trainer: Any) -> bool:
+    return type(trainer).compute_loss is Trainer.compute_loss
+
+
+def _head_options(trainer: Any, model: Any) -> dict[str, Any]:
+    """Returns the temperature and the outputs of the fused head, which TRL has added to its models."""
+    fused = getattr(model, "_original_forward", model.forward)  # accelerate may have wrapped it
+    options = inspect.getclosurevars(fused).nonlocals
+    if "cast_lm_head_to_fp32" in options:
+        if (installed := version("trl")) != TRL:
+            raise UserError(
+                f"treeify: expected trl {TRL}, got {installed}; run pip install 'titan_tree[trl]'"
+            )
+        if options["cast_lm_head_to_fp32"]:
+            raise UserError(
+                "cast_lm_head_to_fp32: expected False on trees, whose logits are fp32 in any case"
+            )
+        return {"temperature": options["temperature"], "outputs": options["outputs"]}
+    if not _has_stock_loss(trainer) or "head" in options:
+        raise UserError(
+            f"treeify: {type(trainer).__name__}: expected a new trainer of transformers, or of TRL for SFT, "
+            "DPO, KTO, GRPO or RLOO; others have losses of their own"
+        )
+    loss = getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
+    if loss != "ForCausalLMLoss":
+        raise UserError(f"treeify: loss_function: expected ForCausalLMLoss of transformers, got {loss}")
+    return {"temperature": 1.0, "outputs": ("log_probs",)}
+
+
+def _add_head(model: Any, head: _Head) -> None:
+    """Lets ``head`` answer the calls of the fused head of a model of transformers."""
+    stock = model.forward
+
+    @functools.wraps(stock)  # ``generate`` and Trainer read the signature
+    def forward(*args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        return head(*args, **kwargs) if fused_lm_head else stock(*args, **kwargs)
+
+    model.forward = forward
+
+
+def _use_head(trainer: Any) -> None:
+    """Makes a trainer with the loss of transformers call the fused head. Evaluation wants logits of rows."""
+    stock = trainer.compute_loss
+
+    def compute_loss(
+        model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        head = {} if return_outputs else {"fused_lm_head": True}
+        return stock(model, inputs | head, return_outputs, num_items_in_batch)
+
+    trainer.compute_loss = compute_loss
+
+
+def _metrics_of(trainer: Any) -> Callable[[int, int], None]:
+    """Returns a function that takes the tokens of rows and of their forest, and logs their means."""
+    own: dict[str, list[float]] = defaultdict(list)
+    is_trl = hasattr(trainer, "_metrics")
+
+    def add(row_tokens: int, distinct_tokens: int) -> None:
+        metrics = trainer._metrics["train" if trainer.model.training else "eval"] if is_trl else own
+        metrics["tree/row_tokens"].append(float(row_tokens))
+        metrics["tree/distinct_tokens"].append(float(distinct_tokens))
+
+    if not is_trl:
+        plain = trainer.log
+
+        def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+            plain(logs | {name: sum(values) / len(values) for name, values in own.items()}, *args, **kwargs)
+            own.clear()
+
+        trainer.log = log
+    return add
+
+
+@dataclass
+class TreeOutput(ModelOutput):
+    """The fields of TRL's FusedCausalLMOutput: values [B, T - 1] of the next tokens."""
+
+    loss: Tensor | None = None
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logits: Tensor | None = None
+    is_top1: Tensor | None = None
+    label_mask: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+class _Head:
+    """Returns what TRL's fused head returns, from a forward pass over the forest of the rows.
+
+    Args:
+        view: the model.
+        forests: those of all models of the trainer.
+        log: gets the tokens of the rows and the tokens that were computed.
+        temperature: divides the logits.
+        outputs: fields of TreeOutput that the trainer needs.
     """
 
-    def __init__(self, *args: Any, max_tokens: int | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        score_on_trees(self, max_tokens)
-        self._scored: list[tuple[Tensor, Tensor]] = []  # log-probs and entropies of the next micro-batches
-        self._left = 0  # micro-batches of this optimizer step that have no scores yet
+    def __init__(
+        self,
+        view: TreeView,
+        forests: _Forests,
+        log: Callable[[int, int], None],
+        temperature: float,
+        outputs: tuple[str, ...],
+    ) -> None:
+        self.view, self.forests, self.log, self.temperature = view, forests, log, temperature
+        self.entropy = "entropy" in outputs
+        self.statistics: Any = [name for name in outputs if name not in ("log_probs", "entropy")]
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Trains as TRL does. What an interrupted call has left of a step is forgotten."""
-        self._scored, self._left = [], 0
-        return super().train(*args, **kwargs)
+    def __call__(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **others: Any,
+    ) -> TreeOutput:
+        """Scores rows.
 
-    def _get_per_token_logps_and_entropies(
+        Args:
+            input_ids: [B, T], or [1, T] with all rows one after another if position_ids are given.
+            labels: [B, T], the token itself or -100.
+            attention_mask, position_ids: at most one of them, [B, T]. Neither: all tokens are real.
+            num_items_in_batch: divisor of the loss; None: the number of labels.
+        """
+        if unknown := sorted(name for name in others.keys() - IGNORED if others[name] is not None):
+            raise UserError(f"model: {', '.join(unknown)}: expected text rows without it; remove the setting")
+        inputs = {"tokens": input_ids, "labels": labels, "real": attention_mask, "positions": position_ids}
+        forest, order = self.forests.get(
+            self.view, {name: x.cpu() for name, x in inputs.items() if x is not None}, self.temperature
+        )
+        self.log(forest.rows.tree.stats.n_flat, len(forest.rows.tree))
+        values = row_scores(self.view, forest, self.entropy, self.statistics)
+        logprobs, *columns = (value.view(input_ids.shape)[order, :-1] for value in values.values())
+        mask = labels[:, 1:] != -100
+        divisor = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        fields = dict(zip([*(["entropy"] if self.entropy else []), *self.statistics], columns, strict=True))
+        return TreeOutput(loss=-logprobs.sum() / divisor, log_probs=logprobs, label_mask=mask, **fields)
+
+
+class _Forests:
+    """The forests of the last calls. Rows that come again, in any order, have the forest that they had.
+
+    The old, current and reference log-probs of a step, and all iterations over it, then share one layout.
+
+    Args:
+        max_tokens: see ``treeify``.
+        size: the number of forests to keep.
+    """
+
+    def __init__(self, max_tokens: int | None, size: int) -> None:
+        self.max_tokens, self.size = max_tokens, size
+        self._kept: dict[object, RowForest] = {}
+
+    def get(
+        self, view: TreeView, inputs: Mapping[str, Tensor], temperature: float
+    ) -> tuple[RowForest, Tensor]:
+        """Returns the forest of rows, and for each of them its index among the rows of the forest, [B].
+
+        Args:
+            inputs: "tokens", "labels", and perhaps "real" or "positions", [B, T] each, on the host.
+        """
+        columns = torch.stack([x.long() for x in inputs.values()], 1)  # [B, inputs, T]
+        rows = [row.numpy().tobytes() for row in columns]
+        order = sorted(range(len(rows)), key=rows.__getitem__)
+        key = (*inputs, columns.shape, temperature, *(rows[i] for i in order))
+        if (forest := self._kept.pop(key, None)) is None:
+            in_order = {name: x[order] for name, x in inputs.items()}
+            forest = RowForest.make(_rows(temperature=temperature, **in_order), view, self.max_tokens)
+            while len(self._kept) >= self.size:
+                del self._kept[next(iter(self._kept))]
+        self._kept[key] = forest  # the last one is the newest
+        return forest, torch.tensor(order).argsort().to(forest.batch.tokens.device)
+
+
+def _rows(
+    tokens: Tensor,
+    labels: Tensor,
+    real: Tensor | None = None,
+    positions: Tensor | None = None,
+    temperature: float = 1.0,
+) -> Rows:
+    """Returns the rows of a call, see ``_Head``. All tensors are on the host.
+
+    Raises:
+        UserError: labels or positions are not what trees can score.
+    """
+    scored = labels != -100
+    if not torch.equal(tokens[scored], labels[scored]):
+        raise UserError("labels: expected the token itself or -100, got other tokens; check the collator")
+    if positions is None:
+        rows = Rows.padded(tokens, torch.ones_like(tokens) if real is None else real, scored, temperature)
+    elif real is None and len(tokens) == 1:
+        rows = Rows.jagged(tokens[0], _offsets(positions[0]), scored[0], temperature)
+    else:
+        raise UserError(
+            "model: expected rows with an attention_mask, or one padding-free row with position_ids, got "
+            f"position_ids, {'no' if real is None else 'an'} attention_mask and {len(tokens)} rows"
+        )
+    if len(rows.index) != scored[:, 1:].sum():
+        raise UserError(
+            "labels: expected -100 for padding and for the first token of each row, which nothing "
+            "predicts; check the collator"
+        )
+    return rows
+
+
+def _offsets(positions: Tensor) -> Tensor:
+    """Returns the first token of each row, and the end of the last one, from the positions [T] of tokens."""
+    starts = (positions == 0).nonzero()[:, 0]
+    offsets = torch.cat([starts, torch.tensor([len(positions)])])
+    expected = torch.cat([torch.arange(int(size)) for size in offsets.diff()] or [positions[:0]])
+    if not torch.equal(positions, expected.to(positions.dtype)):
+        raise UserError("position_ids: expected 0, 1, 2, ... in each row, got other positions")
+    return offsets
+
+
+class _StepForests(TrainerCallback):
+    """Scores the rows of an optimizer step of GRPO or RLOO in its first micro-batch, as one forest.
+
+    ``per_device_train_batch_size`` then only says over which rows TRL computes a loss. If TRL generates
+    within an optimizer step, each generation is a forest.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.score = trainer._get_per_token_logps_and_entropies
+        trainer._get_per_token_logps_and_entropies = self.scores
+        trainer.add_callback(self)
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Forgets what an interrupted call of ``train`` has left of a step."""
+        self.scored: list[tuple[Tensor, Tensor]] = []  # log-probs and entropies of the next micro-batches
+        self.left = self.trainer.current_gradient_accumulation_steps  # micro-batches without scores
+
+    def scores(
         self,
         model: Any,
         input_ids: Tensor,
@@ -104,23 +361,23 @@ class TreeGRPOTrainer(trl.GRPOTrainer):
         Args:
             batch_size: has no effect.
         """
-        score = super()._get_per_token_logps_and_entropies
         if not torch.is_grad_enabled():  # old and reference log-probs, evaluation
-            return score(model, input_ids, attention_mask, logits_to_keep, None, compute_entropy, **kwargs)
-        if not self._scored:
-            self._left = self._left or self.current_gradient_accumulation_steps
-            buffered: Any = self._buffered_inputs
-            start = self._step % len(buffered)
-            parts = buffered[start : start + self._left]
-            self._left -= len(parts)
+            return self.score(
+                model, input_ids, attention_mask, logits_to_keep, None, compute_entropy, **kwargs
+            )
+        if not self.scored:
+            buffered = self.trainer._buffered_inputs
+            start = self.trainer._step % len(buffered)
+            parts = buffered[start : start + self.left]
+            self.left -= len(parts)
             ids, mask = (
                 torch.cat([torch.cat([part[f"prompt_{x}"], part[f"completion_{x}"]], 1) for part in parts])
                 for x in ("ids", "mask")
             )
-            with _reduced(model) if self._left == 0 else nullcontext():
-                logprobs, entropies, _ = score(model, ids, mask, logits_to_keep, None, True, **kwargs)
-            self._scored = list(zip(*(_parts(x, len(input_ids)) for x in (logprobs, entropies)), strict=True))
-        return *self._scored.pop(0), None
+            with _reduced(model) if self.left == 0 else nullcontext():
+                logprobs, entropies, _ = self.score(model, ids, mask, logits_to_keep, None, True, **kwargs)
+            self.scored = list(zip(*(_parts(x, len(input_ids)) for x in (logprobs, entropies)), strict=True))
+        return *self.scored.pop(0), None
 
 
 def _parts(values: Tensor, rows: int) -> list[Tensor]:
@@ -151,155 +408,6 @@ def _reduced(model: Any) -> Iterator[None]:
     finally:
         if before is not None:
             model.require_backward_grad_sync = before
-
-
-def score_on_trees(trainer: Any, max_tokens: int | None = None) -> None:
-    """Makes a trainer of TRL score its rows on token trees. Call it once, before ``trainer.train()``.
-
-    It replaces the forward method of the trainer's model, and of its reference model, for calls of TRL's
-    fused head. All other calls, such as those of ``generate``, run as before. Logs get two more metrics, the
-    means over forward passes of this rank: tree/row_tokens and tree/distinct_tokens.
-
-    Args:
-        trainer: such as trl.SFTTrainer or trl.DPOTrainer. Padding-free and packed batches work, too.
-        max_tokens: maximum tokens of one forward pass. A larger forest runs in partitions, forward once more
-            in the backward pass. None runs every micro-batch in one pass.
-    Raises:
-        UserError: the trainer does not use the fused head, or the model or a setting cannot be used on trees.
-    """
-    _check_trainer(trainer)
-    checkpointing = trainer.args.gradient_checkpointing_kwargs or {}
-    if max_tokens is not None and checkpointing.get("use_reentrant"):
-        raise UserError(
-            "score_on_trees: gradient_checkpointing_kwargs: expected use_reentrant = False with max_tokens, "
-            "because reentrant checkpointing hides the keys that partitions read"
-        )
-    if max_tokens is not None and max_tokens < 2:
-        raise UserError(f"score_on_trees: max_tokens: expected at least 2, got {max_tokens}")
-
-    def log(row_tokens: int, distinct_tokens: int) -> None:
-        metrics = trainer._metrics["train" if trainer.model.training else "eval"]
-        metrics["tree/row_tokens"].append(float(row_tokens))
-        metrics["tree/distinct_tokens"].append(float(distinct_tokens))
-
-    dtype = MIXED_PRECISION[trainer.accelerator.mixed_precision]
-    for model in (trainer.model, getattr(trainer, "ref_model", None)):
-        if model is not None:
-            inner = trainer.accelerator.unwrap_model(model)
-            _replace_head(
-                inner.get_base_model() if hasattr(inner, "get_base_model") else inner, max_tokens, dtype, log
-            )
-
-
-def _replace_head(
-    model: Any, max_tokens: int | None, dtype: torch.dtype | None, log: Callable[[int, int], None]
-) -> None:
-    """Replaces the fused head of a model of transformers."""
-    fused = getattr(model, "_original_forward", model.forward)  # accelerate may have wrapped it
-    options = inspect.getclosurevars(fused).nonlocals
-    if "cast_lm_head_to_fp32" not in options:
-        raise UserError(
-            "score_on_trees: expected a model that scores rows by TRL's fused head, got "
-            f"{type(model).__name__} without it; pass a new trainer for SFT, DPO, KTO or RLOO, and only once"
-        )
-    if options["cast_lm_head_to_fp32"]:
-        raise UserError("cast_lm_head_to_fp32: expected False on trees, whose logits are fp32 in any case")
-    head = _TreeHead(TreeView(model, dtype), options["temperature"], options["outputs"], max_tokens, log)
-    stock = model.forward
-
-    @functools.wraps(stock)  # ``generate`` reads the signature
-    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        return head(*args, **kwargs) if fused_lm_head else stock(*args, **kwargs)
-
-    model.forward = types.MethodType(forward, model)
-
-
-class _TreeHead:
-    """Returns what TRL's fused head returns, from a forward pass over the forest of the rows.
-
-    Args:
-        view: the model.
-        temperature: divides the logits.
-        outputs: fields of FusedCausalLMOutput that the trainer needs.
-        max_tokens: see ``score_on_trees``.
-        log: gets the tokens of the rows and the tokens that were computed.
-    """
-
-    def __init__(
-        self,
-        view: TreeView,
-        temperature: float,
-        outputs: tuple[str, ...],
-        max_tokens: int | None,
-        log: Callable[[int, int], None],
-    ) -> None:
-        self.view, self.temperature, self.max_tokens, self.log = view, temperature, max_tokens, log
-        self.entropy = "entropy" in outputs
-        self.statistics: Any = [name for name in outputs if name not in ("log_probs", "entropy")]
-
-    def __call__(
-        self,
-        input_ids: Tensor,
-        labels: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        **others: Any,
-    ) -> FusedCausalLMOutput:
-        """Scores rows.
-
-        Args:
-            input_ids: [B, T], or [1, T] with all rows one after another if position_ids are given.
-            labels: [B, T], the token itself or -100.
-            attention_mask, position_ids: exactly one of them, [B, T].
-            num_items_in_batch: divisor of the loss; None: the number of labels.
-        """
-        if unknown := sorted(name for name in others.keys() - IGNORED if others[name] is not None):
-            raise UserError(f"model: {', '.join(unknown)}: expected text rows without it; remove the setting")
-        rows = self._rows(input_ids, labels, attention_mask, position_ids)
-        self.log(rows.tree.stats.n_flat, len(rows.tree))
-        values = row_scores(self.view, rows, self.entropy, self.statistics, self.max_tokens)
-        logprobs, *columns = (value.view(input_ids.shape)[:, :-1] for value in values.values())
-        mask = labels[:, 1:] != -100
-        divisor = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        fields = dict(zip([*(["entropy"] if self.entropy else []), *self.statistics], columns, strict=True))
-        return FusedCausalLMOutput(
-            loss=-logprobs.sum() / divisor, log_probs=logprobs, label_mask=mask, **fields
-        )
-
-    def _rows(
-        self, tokens: Tensor, labels: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
-    ) -> Rows:
-        tokens, labels = tokens.cpu(), labels.cpu()
-        scored = labels != -100
-        if not torch.equal(tokens[scored], labels[scored]):
-            raise UserError("labels: expected the token itself or -100, got other tokens; check the collator")
-        if attention_mask is not None and position_ids is None:
-            rows = Rows.padded(tokens, attention_mask, scored, self.temperature)
-        elif position_ids is not None and attention_mask is None and len(tokens) == 1:
-            offsets = _offsets(position_ids[0].cpu())
-            rows = Rows.jagged(tokens[0], offsets, scored[0], self.temperature)
-        else:
-            raise UserError(
-                "model: expected rows with an attention_mask, or one padding-free row with position_ids, got "
-                f"{'both' if position_ids is not None else 'neither'} and {len(tokens)} rows"
-            )
-        if len(rows.index) != scored[:, 1:].sum():
-            raise UserError(
-                "labels: expected -100 for padding and for the first token of each row, which nothing "
-                "predicts; check the collator"
-            )
-        return rows
-
-
-def _offsets(positions: Tensor) -> Tensor:
-    """Returns the first token of each row, and the end of the last one, from the positions [T] of tokens."""
-    starts = (positions == 0).nonzero()[:, 0]
-    offsets = torch.cat([starts, torch.tensor([len(positions)])])
-    expected = torch.cat([torch.arange(int(size)) for size in offsets.diff()] or [positions[:0]])
-    if not torch.equal(positions, expected.to(positions.dtype)):
-        raise UserError("position_ids: expected 0, 1, 2, ... in each row, got other positions")
-    return offsets
 
 
 def _check_trainer(trainer: Any) -> None:

@@ -1,9 +1,10 @@
-"""TreeView: an InPlaceModel in mixed precision, and ``row_scores``: differentiable scores of rows."""
+"""TreeView: an InPlaceModel in mixed precision, and ``row_scores``: differentiable scores of a RowForest."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,30 +54,49 @@ class TreeView(InPlaceModel):
         return self.embedding_weight.device.type
 
 
+@dataclass(frozen=True)
+class RowForest:
+    """Rows as the inputs of a model. Several models, or one in several steps, can score them.
+
+    Args:
+        rows: the rows.
+        batch: all of them, on the device of the models.
+        partitions: the forest in partitions, on the host; (): it runs in one pass.
+    """
+
+    rows: Rows
+    batch: TreeBatch
+    partitions: Sequence[TreeBatch] = ()
+
+    @staticmethod
+    def make(rows: Rows, view: TreeView, max_tokens: int | None = None) -> RowForest:
+        """Returns the forest of ``rows``, in partitions if it has more than ``max_tokens`` tokens."""
+        batch = rows.batch().to(view.embedding_weight.device)
+        if max_tokens is None:
+            return RowForest(rows, batch)
+        plan = TreePartitioner("auto", max_tokens).plan(rows.tree, view.costs())
+        return RowForest(rows, batch, TreeBatch.from_plan(plan, edges="loss") if len(plan) > 1 else ())
+
+
 def row_scores(
-    view: TreeView,
-    rows: Rows,
-    entropy: bool = False,
-    statistics: Collection[Statistic] = (),
-    max_tokens: int | None = None,
+    view: TreeView, forest: RowForest, entropy: bool = False, statistics: Collection[Statistic] = ()
 ) -> dict[str, Tensor]:
     """Returns "logprobs", on request "entropy", and ``statistics`` for every token, as ``Rows.by_token``.
 
-    Log-probs and entropies are differentiable. A tree of more than ``max_tokens`` tokens is scored in
-    partitions without gradients first. The backward pass runs the partitions again, forward and backward.
-    Memory then holds the activations of one chain of partitions.
+    Log-probs and entropies are differentiable. Partitions are scored without gradients first. The backward
+    pass runs them again, forward and backward. Memory then holds the activations of one chain of partitions.
     """
-    batch = rows.batch().to(view.embedding_weight.device)
-    plan = None if max_tokens is None else TreePartitioner("auto", max_tokens).plan(rows.tree, view.costs())
-    if plan is None or len(plan) == 1:
-        out = view(batch, entropy=entropy, statistics=statistics)
-        values = _columns(out)
-    else:
-        partitions = TreeBatch.from_plan(plan, edges="loss")
+    batch = forest.batch
+    if forest.partitions:
+        num_edges = len(batch.edge_label)
         parameters = [p for p in view.parameters() if p.requires_grad]
-        values = _Partitions.apply(view, partitions, len(batch.edge_label), entropy, statistics, *parameters)
+        values: Sequence[Tensor] = _Partitions.apply(
+            view, forest.partitions, num_edges, entropy, statistics, *parameters
+        )
+    else:
+        values = _columns(view(batch, entropy=entropy, statistics=statistics))
     names = ["logprobs", *(["entropy"] if entropy else []), *statistics]
-    return {name: rows.by_token(value, batch) for name, value in zip(names, values, strict=True)}
+    return {name: forest.rows.by_token(value, batch) for name, value in zip(names, values, strict=True)}
 
 
 def _columns(out: ModelOutput) -> list[Tensor]:
