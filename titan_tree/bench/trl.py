@@ -15,7 +15,7 @@ bf16 autocast and gradient checkpointing on a GPU.
 | s               | median seconds of an optimizer step, without the first of each round                  |
 | x TRL           | speed-up over TRL's trainer                                                           |
 | row tokens      | tokens of all rows of a step, without padding                                         |
-| distinct tokens | tokens that trees have in the training passes of a step                               |
+| distinct tokens | tokens of the forest of these rows                                                    |
 | grad norm       | of the first step, before clipping                                                    |
 | peak GB         | memory that PyTorch allocated, only on a GPU                                          |
 """
@@ -225,10 +225,9 @@ def measure(args: argparse.Namespace, options: dict[str, Any] | None) -> Iterabl
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
     logs = trainer.state.log_history[0]
-    passes = config.gradient_accumulation_steps
     sample = {
         "row tokens": rows * (args.prompt + args.completion),
-        "distinct tokens": passes * logs.get("tree/distinct_tokens", 0.0),
+        "distinct tokens": logs.get("tree/distinct_tokens", 0.0),
         "grad norm": logs["grad_norm"],
         "peak GB": torch.cuda.max_memory_allocated() / 1e9 if is_gpu else 0.0,
     }
