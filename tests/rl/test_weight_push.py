@@ -56,10 +56,10 @@ def test_commands_come_in_the_order_that_the_servers_document(tmp_path: Path) ->
     expected = {
         "vllm": [
             ("/pause?mode=wait", {}),
-            ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
-            ("/reset_prefix_cache", {}),
             ("/weight_info", None),
             ("/update_weight_version", {"new_version": "run-7"}),
+            ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
+            ("/reset_prefix_cache", {}),
             ("/resume", {}),
             ("/weight_info", None),
         ],
@@ -135,6 +135,22 @@ def test_other_weights_than_those_that_were_sent_are_reported(api: str, tmp_path
             UserError, match="weight version: expected 'run-2', which this run sent, got 'old'"
         ):
             sampler.update(tiny_model(), 2)
+
+
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+def test_a_server_that_restarts_during_an_update_is_reported(api: str, tmp_path: Path) -> None:
+    """It restarts with its first weights before the command that follows the load."""
+    server = RolloutServer(api, tiny_model())
+
+    def restart(path: str, body: Any) -> None:
+        if LOADED[api] in [called for called, _ in server.calls[:-1]] and server.paused:
+            server.model, server.version, server.paused = server.base, "default", False
+
+    server.fail = restart
+    message = "version: expected 'run-1', which this run sent, got 'default'"
+    with rollout_server(server) as url, pytest.raises(UserError, match=message):
+        pushing(url, api, tmp_path / "w").update(tiny_model(), 1)
+    assert server.model is server.base
 
 
 def test_an_answer_of_other_weights_is_reported(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ class VLLMBroadcast:
         self._sender: Any = None
 
     def send(self, model: TreeModel, weights: Mapping[str, Tensor] | None, version: str) -> None:
-        """Sends all weights. ``VLLM.resume`` names their version afterwards.
+        """Sends all weights. ``VLLM.pause`` has named their version.
 
         Args:
             weights: see ``SGLangBroadcast.send``.

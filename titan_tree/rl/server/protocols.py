@@ -15,9 +15,9 @@ Both protocols have the same attributes and methods:
     broadcast         class that sends weights over a process group
     sampling_request  returns the body of a request for one turn
     read              returns the Answer in the JSON of an answer. Raises UserError if fields are missing.
-    pause             stops sampling, so that weights can change
+    pause             stops sampling, so that weights can change, and names the new weights if it can
     load              lets the server load a Hugging Face snapshot
-    resume            names the weights, and starts sampling again
+    resume            starts sampling again
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class SGLang:
             repeated=answer.get("output_ids"),
         )
 
-    def pause(self, client: ServerClient) -> None:
+    def pause(self, client: ServerClient, version: str) -> None:
         client.command("/pause_generation", {"mode": "abort"})
         client.command("/flush_cache", retried=(400,))  # its status while requests are ending
 
@@ -207,7 +207,7 @@ class SGLang:
         body = {"model_path": str(folder), "weight_version": folder.name}
         client.command("/update_weights_from_disk", body)
 
-    def resume(self, client: ServerClient, version: str) -> None:
+    def resume(self, client: ServerClient) -> None:
         client.command("/continue_generation")
 
 
@@ -280,17 +280,21 @@ class VLLM:
             tokens, logprobs, size, finish, experts, num_read=num_read, read=reads[0] if reads else None
         )
 
-    def pause(self, client: ServerClient) -> None:
+    def pause(self, client: ServerClient, version: str) -> None:
+        """Stops sampling, and then names the weights before they arrive.
+
+        A server that restarts during the update thereby loses the name, so its first weights cannot get it.
+        """
         client.command("/pause?mode=wait")
+        if client.find("/weight_info") is not None:  # newer versions
+            client.command("/update_weight_version", {"new_version": version})
 
     def load(self, client: ServerClient, folder: Path) -> None:
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         client.command("/collective_rpc", body)
 
-    def resume(self, client: ServerClient, version: str) -> None:
+    def resume(self, client: ServerClient) -> None:
         client.command("/reset_prefix_cache")
-        if client.find("/weight_info") is not None:  # newer versions
-            client.command("/update_weight_version", {"new_version": version})
         client.command("/resume")
 
 

@@ -212,7 +212,7 @@ class ServerSampler:
     ) -> None:
         """Sends all weights while the servers are paused."""
         for client in self.clients:
-            self.protocol.pause(client)
+            self.protocol.pause(client, version)
         for broadcast in self._broadcasts:
             broadcast.send(model, weights, version)
         if not self._broadcasts:
@@ -221,7 +221,7 @@ class ServerSampler:
             for client in self.clients:
                 self.protocol.load(client, folder)
         for client in self.clients:
-            self.protocol.resume(client, version)
+            self.protocol.resume(client)
 
     def _push_adapter(
         self, model: TreeModel, factors: Mapping[str, Tensor] | None, name: str, push: PushSettings
