@@ -99,6 +99,10 @@ def test_a_reference_with_another_vocabulary_is_refused_before_the_warm_start(tm
     [
         (SERVER, "rl.server.url: expected none together with a sampler that Python code gives"),
         (["rl.async_steps=1"], "rl.async_steps: expected 0, because the sampler has no weights of its own"),
+        (
+            ["rl.top_p=0.8"],
+            r"rl.top_p, rl.top_k and rl.min_p: expected 1, 0 and 0 .* got 0.8, 0, 0.0; remove",
+        ),
     ],
 )
 def test_a_sampler_of_python_code_must_fit_the_settings(

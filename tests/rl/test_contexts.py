@@ -50,7 +50,7 @@ class Ending:
 
     def sample(self, contexts: Any, limits: Any, stop: int, seeds: Any) -> list[Completion]:
         turns = CachedSampler(self.model).sample(contexts, [1 + seed % 4 for seed in seeds], stop, seeds)
-        for context, (tokens, logprobs, _) in zip(contexts, turns, strict=True):
+        for context, (tokens, logprobs, *_) in zip(contexts, turns, strict=True):
             if tokens[-1] != stop:
                 tokens.append(stop)
                 with torch.no_grad():

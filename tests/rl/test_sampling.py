@@ -4,9 +4,11 @@ import random
 from collections.abc import Sequence
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from tests.support.cases import slow_except
 from tests.support.rl_runs import seeds_of
 from titan_tree import TreeTokenizer, UserError, build_model, tree_logprobs
 from titan_tree.components.lora import LoRA, is_factor
@@ -15,8 +17,12 @@ from titan_tree.models.lora.adapters import add_lora
 from titan_tree.rl import cached_sampler
 from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.environment import Desk, Reply
+from titan_tree.rl.generate_sampler import GenerateSampler
 from titan_tree.rl.rollouts import Chat, Rollout, branches, play
 from titan_tree.rl.sampler import Completion
+from titan_tree.rl.truncation import Truncation
+from titan_tree.scoring.score_trees import score_trees
+from titan_tree.tree.token_tree import TokenTree
 
 TOKENIZER = TreeTokenizer.load("byte")
 
@@ -70,6 +76,65 @@ def test_logprobs_of_the_sampler_are_those_of_the_trainer(
         assert len(turn.tokens) == limit or turn.tokens[-1] == stop
         expected = score[len(context) - 1 :]
         torch.testing.assert_close(torch.tensor(turn.logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("sampler", slow_except([CachedSampler], [CachedSampler, GenerateSampler]))
+def test_ratios_of_truncated_rollouts_are_1(sampler: type[CachedSampler] | type[GenerateSampler]) -> None:
+    """Unchanged weights give the log-probs that the sampler reported, over the ids that it kept."""
+    model, draw = tiny_model(), random.Random(0)
+    with torch.no_grad():
+        model.norm.weight.fill_(8.0)  # sharp distributions
+    contexts = [[draw.randrange(256) for _ in range(length)] for length in (1, 9)] * 2
+    limits = [9, 3, 16, 12]
+    turns = sampler(model, Truncation(top_p=0.8)).sample(contexts, limits, 101, range(4))
+    paths = []
+    for context, turn in zip(contexts, turns, strict=True):
+        rollout = Rollout(episode=Reply(0.0))  # type: ignore[arg-type]
+        rollout.read(context)
+        rollout.write(*turn)
+        rollout.read([7, 7])
+        fork = rollout.fork(0)
+        fork.write(*turn)
+        assert fork.kept == rollout.kept[: len(fork.tokens)]
+        paths += rollout.paths(np.ones(len(rollout.tokens)), "rollout")
+    with torch.no_grad():
+        (scores,) = score_trees(model, [TokenTree.from_paths(paths)])
+    sizes = np.concatenate([path.sampling_mask.sizes[path.loss_mask > 0] for path in paths])
+    assert 1 < sizes.mean() < 100
+    for path, path_scores in zip(paths, scores, strict=True):
+        (counted,) = path.loss_mask.nonzero()
+        reported = torch.from_numpy(path.old_logprobs[counted])
+        ratio = (path_scores.logprobs[counted] - reported).exp()
+        torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_truncation_keeps_the_ids_that_its_definitions_name(seed: int) -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(seed)) * 2
+    p = logits.double().softmax(-1)
+    likeliest = [sorted(range(50), key=row.tolist().__getitem__, reverse=True) for row in p]
+
+    def nucleus(row: torch.Tensor, ids: list[int], top_p: float) -> list[int]:
+        mass, kept = 0.0, []
+        for i in ids:
+            kept.append(i)
+            mass += row[i].item() / row[ids].sum().item()
+            if mass >= top_p:
+                return kept
+        return kept
+
+    for truncation, keep in (
+        (Truncation(top_p=0.7), lambda row, ids: nucleus(row, ids, 0.7)),
+        (Truncation(top_p=1e-6), lambda row, ids: ids[:1]),
+        (Truncation(top_k=60), lambda row, ids: ids),
+        (Truncation(min_p=0.1), lambda row, ids: [i for i in ids if row[i] >= 0.1 * row.max()]),
+        (Truncation(top_p=0.7, top_k=7), lambda row, ids: nucleus(row, ids[:7], 0.7)),
+    ):
+        kept = truncation.kept(truncation.apply(logits))
+        expected = [sorted(keep(row, ids)) for row, ids in zip(p, likeliest, strict=True)]
+        assert [ids.tolist() for ids in kept] == expected
+    assert Truncation().apply(logits) is logits
+    assert Truncation().kept(logits) is None
 
 
 def test_weights_that_are_not_finite_are_named() -> None:

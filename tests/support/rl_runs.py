@@ -67,7 +67,7 @@ def with_short_turns(trainer: RLTrainer) -> RLTrainer:
 
     def shorter(contexts: Any, limits: Any, stop: int, seeds: Any) -> Any:
         turns = sample(contexts, limits, stop, seeds)
-        for (tokens, logprobs, _), seed in zip(turns, seeds, strict=True):
+        for (tokens, logprobs, *_), seed in zip(turns, seeds, strict=True):
             end = random.Random(seed).randint(1, 5)
             if len(tokens) > end:
                 tokens[end:], logprobs[end:] = [stop], [-5.0]

@@ -3,6 +3,7 @@
 environment.py       what a task is: the protocols Environment and Episode, Reply, and the environment Desk
 search.py            a bundled environment: questions that need several searches
 sampler.py           the protocols Sampler and RemoteSampler, and Completion, a sampled turn
+truncation.py        top-p, top-k and min-p sampling, and the ids that it kept
 cached_sampler.py    samples from the weights of a dense model that is trained
 context_cache.py     its keys and values, which rows with an equal context share
 generate_sampler.py  samples from the weights of any other model, through transformers

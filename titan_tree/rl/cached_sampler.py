@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeGuard
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,6 +25,7 @@ from titan_tree.models.layers import MLP
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.rl.context_cache import Bundles, ContextCache
 from titan_tree.rl.sampler import Completion, draw, longest_row, uniforms
+from titan_tree.rl.truncation import ALL_IDS, Truncation
 
 SHRINK = 0.8  # on a CPU, finished rows are dropped once at most this share of the batch is unfinished
 SLOTS = 256  # a step reads up to this many empty slots of a turn; a smaller number needs more CUDA graphs
@@ -43,18 +45,19 @@ class CachedSampler:
     Args:
         model: a dense decoder of titan_tree. The sampler uses its current weights, which must not be sharded
             while it samples (``unsharded``).
+        truncation: which ids it keeps; completions record them.
 
     Raises:
         UserError: the model has experts, recurrent layers, or layers of transformers.
     """
 
-    def __init__(self, model: TreeModel) -> None:
+    def __init__(self, model: TreeModel, truncation: Truncation = ALL_IDS) -> None:
         if not is_dense_decoder(model):
             raise UserError(
                 "CachedSampler: expected a dense decoder of titan_tree with softmax attention, such as qwen3 "
                 "or llama; choose such a model, or pass RLTrainer another sampler"
             )
-        self.model, self._graphs = model, Graphs()
+        self.model, self.truncation, self._graphs = model, truncation, Graphs()
 
     @torch.no_grad()
     def sample(
@@ -78,6 +81,7 @@ class CachedSampler:
         self, contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], stop: int, seeds: Sequence[int]
     ) -> list[Completion]:
         completions = [Completion([], []) for _ in contexts]
+        masks: list[list[np.ndarray]] = [[] for _ in contexts]
         cache = self._read(contexts, max(max_tokens))
         last_tokens = self._tensor([context[-1] for context in contexts])
         slot = self._tensor([0])
@@ -97,19 +101,25 @@ class CachedSampler:
                 num_slots = position + SLOTS
                 extend = partial(self._extend, cache=cache.first_slots(num_slots))
                 step = self._graphs.capture(extend, last_tokens, slot)
-            last_tokens, logprobs_of_rows = draw(step(last_tokens, slot), uniform[:, position])
+            logits = self.truncation.apply(step(last_tokens, slot))
+            last_tokens, logprobs_of_rows = draw(logits, uniform[:, position])
             tokens, logprobs = on_host(last_tokens, logprobs_of_rows)
+            kept = self.truncation.kept(logits)
             slot += 1
             unfinished_rows = []
             for row, (i, token, logprob) in enumerate(zip(context_of_row, tokens, logprobs, strict=True)):
-                turn, turn_logprobs, _ = completions[i]
+                turn, turn_logprobs, *_ = completions[i]
                 if len(turn) == max_tokens[i] or (turn and turn[-1] == stop):
                     continue  # this row ended earlier
                 turn.append(token)
                 turn_logprobs.append(logprob)
+                if kept is not None:
+                    masks[i].append(kept[row])
                 if token != stop and len(turn) < max_tokens[i]:
                     unfinished_rows.append(row)
-        return completions
+        if not self.truncation.is_on:
+            return completions
+        return [turn._replace(sampling_mask=mask) for turn, mask in zip(completions, masks, strict=True)]
 
     @property
     def _device(self) -> torch.device:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from titan_tree.models.pretrained import import_transformers
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.rl.cached_sampler import CachedSampler, is_dense_decoder
 from titan_tree.rl.sampler import Completion, Sampler, draw, longest_row, uniforms
+from titan_tree.rl.truncation import ALL_IDS, Truncation
 
 
 class GenerateSampler:
@@ -27,13 +29,14 @@ class GenerateSampler:
     Args:
         model: any model. The sampler uses its current weights, in the dtype of training. They must not be
             sharded while it samples (``unsharded``).
+        truncation: which ids it keeps; completions record them.
 
     Raises:
         UserError: transformers does not implement the model, or is not installed.
     """
 
-    def __init__(self, model: TreeModel) -> None:
-        self.model = model
+    def __init__(self, model: TreeModel, truncation: Truncation = ALL_IDS) -> None:
+        self.model, self.truncation = model, truncation
         import_transformers()  # raises UserError if the library is missing
         from titan_tree.models.transformers.generation import generating
 
@@ -53,7 +56,7 @@ class GenerateSampler:
         tokens, mask = self._left_padded(list(distinct))
         rows = self._tensor([distinct[tuple(context)] for context in contexts])
         uniform = torch.tensor(uniforms(seeds, max(max_tokens)), dtype=torch.float64, device=self._device)
-        record = _Record(self._tensor(max_tokens), uniform)
+        record = _Record(self._tensor(max_tokens), uniform, self.truncation)
         with cast_weights(self.model):
             cache = self._read(tokens, mask)
             if cache is not None:
@@ -71,8 +74,13 @@ class GenerateSampler:
             )
         sampled = out[:, tokens.shape[1] :].tolist()
         logprobs = torch.stack(record.logprobs, 1).tolist()
-        rows_of_turns = zip(sampled, logprobs, max_tokens, strict=True)
-        return [_turn(tokens, logprobs, limit, stop) for tokens, logprobs, limit in rows_of_turns]
+        completions = []
+        for row, (tokens, limit) in enumerate(zip(sampled, max_tokens, strict=True)):
+            # ``generate`` pads a turn that has ended.
+            size = min(tokens.index(stop) + 1 if stop in tokens else limit, limit)
+            kept = [of_rows[row] for of_rows in record.kept[:size]] if self.truncation.is_on else None
+            completions.append(Completion(tokens[:size], logprobs[row][:size], None, kept))
+        return completions
 
     @property
     def _device(self) -> torch.device:
@@ -109,18 +117,24 @@ class _Record:
     Args:
         limits: [B], the maximal number of tokens of each row.
         uniform: [B, T] fp64, the random numbers of each row's tokens.
+        truncation: which ids sampling keeps.
     Attributes:
         logprobs: one tensor [B] fp32 per sampled token, in nats.
+        kept: the kept ids of each row, one list per sampled token; empty without truncation.
     """
 
-    def __init__(self, limits: Tensor, uniform: Tensor) -> None:
-        self.limits, self.uniform = limits, uniform
+    def __init__(self, limits: Tensor, uniform: Tensor, truncation: Truncation) -> None:
+        self.limits, self.uniform, self.truncation = limits, uniform, truncation
         self.logprobs: list[Tensor] = []
+        self.kept: list[list[np.ndarray]] = []
 
     def draw(self, _: Tensor, logits: Tensor) -> Tensor:
         """Draws the next token of each row. Returns scores [B, V] whose largest one is the token's."""
+        logits = self.truncation.apply(logits)
         tokens, logprobs = draw(logits, self.uniform[:, len(self.logprobs)])
         self.logprobs.append(logprobs)
+        if (kept := self.truncation.kept(logits)) is not None:
+            self.kept.append(kept)
         return torch.zeros_like(logits).scatter_(1, tokens[:, None], 1.0)
 
     def is_done(self, tokens: Tensor, _: Any, **__: Any) -> Tensor:
@@ -128,17 +142,11 @@ class _Record:
         return len(self.logprobs) >= self.limits
 
 
-def _turn(tokens: list[int], logprobs: list[float], limit: int, stop: int) -> Completion:
-    """Returns the turn of a row without the padding that ``generate`` has appended."""
-    end = tokens.index(stop) + 1 if stop in tokens else limit
-    size = min(end, limit)
-    return Completion(tokens[:size], logprobs[:size])
-
-
-def default_sampler(model: TreeModel) -> Sampler:
+def default_sampler(model: TreeModel, truncation: Truncation = ALL_IDS) -> Sampler:
     """Returns a sampler of the weights of ``model``: ``CachedSampler`` for dense decoders of titan_tree.
 
     Raises:
         UserError: no sampler can sample from the model.
     """
-    return CachedSampler(model) if is_dense_decoder(model) else GenerateSampler(model)
+    sampler = CachedSampler if is_dense_decoder(model) else GenerateSampler
+    return sampler(model, truncation)

@@ -42,6 +42,7 @@ class Rollout:
         contexts: index of the first token of each context.
         experts: one array [t, L, k] per context with the experts of its first t tokens, see ``TokenPath``.
             Empty if the sampler did not record experts.
+        kept: [T] the ids that sampling kept for each token, see ``TokenPath.sampling_mask``; empty: all ids.
     """
 
     episode: Episode
@@ -55,6 +56,7 @@ class Rollout:
     is_cut_off: bool = False
     contexts: list[int] = field(default_factory=lambda: [0])
     experts: list[np.ndarray] = field(default_factory=list)
+    kept: list[Sequence[int] | np.ndarray] = field(default_factory=list)
 
     @property
     def context(self) -> list[int]:
@@ -65,14 +67,18 @@ class Rollout:
         """Appends tokens that the model reads, to the newest context or as a new one."""
         if new_context:
             self.contexts.append(len(self.tokens))
-        self._append(tokens, [0.0] * len(tokens), 0)
+        self._append(tokens, [0.0] * len(tokens), 0, [()] * len(tokens))
 
     def write(
-        self, tokens: Sequence[int], logprobs: Sequence[float], experts: np.ndarray | None = None
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        experts: np.ndarray | None = None,
+        sampling_mask: Sequence[Sequence[int] | np.ndarray] | None = None,
     ) -> None:
         """Appends a turn of the model, see ``Completion``."""
         self.starts.append(len(self.tokens))
-        self._append(tokens, logprobs, 1)
+        self._append(tokens, logprobs, 1, [()] * len(tokens) if sampling_mask is None else sampling_mask)
         if experts is not None:
             self._record(experts)
 
@@ -85,6 +91,7 @@ class Rollout:
             tokens=self.tokens[:end],
             mask=self.mask[:end],
             logprobs=self.logprobs[:end],
+            kept=self.kept[:end],
             starts=self.starts[:turn],
             turns=self.turns[:turn],
             inherited=turn,
@@ -109,6 +116,7 @@ class Rollout:
                 advantage=advantage[start:end],
                 old_logprobs=self.logprobs[start:end],
                 routed_experts=self.experts[i] if self.experts else None,
+                sampling_mask=self.kept[start:end],
                 id=name if len(ends) == 1 else f"{name}/{i}",
             )
             for i, (start, end) in enumerate(zip(self.contexts, ends, strict=True))
@@ -134,8 +142,15 @@ class Rollout:
             experts[: len(earlier)][is_known] = earlier[is_known]
         self.experts.append(experts)
 
-    def _append(self, tokens: Sequence[int], logprobs: Sequence[float], mask: int) -> None:
+    def _append(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        mask: int,
+        kept: Sequence[Sequence[int] | np.ndarray],
+    ) -> None:
         self.tokens += tokens
+        self.kept += kept
         self.logprobs += logprobs
         self.mask += [mask] * len(tokens)
 

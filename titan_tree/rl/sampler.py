@@ -30,18 +30,21 @@ class Completion(NamedTuple):
     """A sampled turn. It ends with the stop token, unless the limit of tokens cut it off.
 
     Attributes:
-        logprobs: log-probs of these tokens in nats, at temperature 1.
+        logprobs: log-probs of these tokens in nats, at temperature 1 and over ``sampling_mask``.
         experts: [t, L, k], the experts of the first t tokens of the context and the turn, see ``TokenPath``.
             None if the sampler did not record them.
+        sampling_mask: the ids that sampling kept for each token of the turn, see ``TokenPath``. None: the
+            whole vocabulary.
     """
 
     tokens: list[int]
     logprobs: list[float]
     experts: np.ndarray | None = None
+    sampling_mask: Sequence[Sequence[int] | np.ndarray] | None = None
 
 
 class Sampler(Protocol):
-    """Samples turns at temperature 1 from the whole vocabulary."""
+    """Samples turns at temperature 1, from the whole vocabulary or from the ids of ``sampling_mask``."""
 
     def sample(
         self, contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], stop: int, seeds: Sequence[int]

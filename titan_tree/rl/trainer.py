@@ -41,6 +41,7 @@ from titan_tree.rl.generate_sampler import default_sampler
 from titan_tree.rl.reference_policy import Reference, check_reference, check_vocabulary
 from titan_tree.rl.rollouts import Chat, Rollout, branches, play, rewards, token_paths
 from titan_tree.rl.sampler import RemoteSampler, Sampler, in_daemon
+from titan_tree.rl.truncation import Truncation
 from titan_tree.run.build import DEFAULT_STEPS, build_loss
 from titan_tree.run.stopping import SynchronizedInput
 from titan_tree.run.trainer import Trainer
@@ -105,7 +106,7 @@ class EpisodeTrainer(Trainer, ABC):
         check_parallel(config, self._custom_sampler)
         self.environment = ENVIRONMENTS[config.rl.environment]()
         self.chat = Chat(self.tokenizer)
-        self.sampler = self._custom_sampler or default_sampler(self.model)
+        self.sampler = self._custom_sampler or default_sampler(self.model, Truncation.of(config.rl))
         logger.info("rollouts: sampled by %s", type(self.sampler).__name__)
         self.validation_inputs, self.data_sizes = [], None
         return config.training.steps or DEFAULT_STEPS
@@ -376,6 +377,12 @@ def check_settings(config: RLRunConfig, sampler: Sampler | None = None) -> None:
     if rl.server.url is not None and sampler is not None:
         raise UserError(
             "rl.server.url: expected none together with a sampler that Python code gives; remove one"
+        )
+    truncation = Truncation.of(rl)
+    if truncation.is_on and (rl.server.url is not None or sampler is not None):
+        raise UserError(
+            "rl.top_p, rl.top_k and rl.min_p: expected 1, 0 and 0 with a server or a sampler of your own, "
+            f"got {', '.join(map(str, truncation))}; remove them"
         )
     if rl.async_steps and rl.server.url is None and not isinstance(sampler, RemoteSampler):
         raise UserError(

@@ -141,7 +141,7 @@ class TokenPath:
             rollout_tokens: float | None = None,
             preference: str | None = None,
             pair: str | None = None,
-            sampling_mask: SamplingMask | Sequence[Sequence[int] | None] | None = None,
+            sampling_mask: SamplingMask | Sequence[Sequence[int] | np.ndarray | None] | None = None,
             shifted_old_logprobs: Logprobs | None = None,
             shifted_ref_logprobs: Logprobs | None = None,
             shifted_rollout_logprobs: Logprobs | None = None,

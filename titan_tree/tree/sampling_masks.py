@@ -9,7 +9,6 @@ T tokens of a path, S kept ids.
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -75,7 +74,7 @@ def _flat(value: object) -> SamplingMask:
     lists = [[] if ids is None else ids for ids in value]
     try:
         sizes = np.array([len(ids) for ids in lists], np.int64)
-        return SamplingMask(sizes, np.array(list(chain.from_iterable(lists))) if sizes.any() else sizes[:0])
+        return SamplingMask(sizes, np.concatenate([sizes[:0], *(ids for ids in lists if len(ids))]))
     except (TypeError, ValueError):  # a number in place of a list, or lists within lists
         raise wrong(FIELD, LISTS, shorten(value)) from None
 
