@@ -51,9 +51,9 @@ def memory_events(run: Callable[[], object]) -> list[int]:
     return [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
 
 
-def allocated(make_model: Callable[[], Decoder], policy: str, num_tokens: int) -> int:
-    """Returns the bytes that the layers of a model allocate and do not free for this rank's tokens."""
-    model = make_model()
+def kept_per_token(model: Decoder, policy: str) -> float:
+    """Compiles the layers of a model, and returns the bytes that they keep for each token of this rank."""
+    torch._dynamo.reset()
     if policy != "none":
         wrapper = titan.FullAC if policy == "full" else titan.TreeSelectiveAC
         wrapper(wrapper.Config(preserve_rng_state=False)).apply(model)
@@ -61,6 +61,11 @@ def allocated(make_model: Callable[[], Decoder], policy: str, num_tokens: int) -
         layer.compile(backend="aot_eager_decomp_partition", fullgraph=True, dynamic=True)
     for parameter in model.parameters():
         parameter.data.fill_(0.01)
+    return (allocated(model, 1024) - allocated(model, 512)) / 512
+
+
+def allocated(model: Decoder, num_tokens: int) -> int:
+    """Returns the bytes that the layers of a model allocate and do not free for this rank's tokens."""
     path = TokenPath([1] * (num_tokens * model.token_shard.num_ranks))
     batch = model.token_shard.of(TreeBatch.from_trees([TokenTree.from_paths([path])]))
     layout = model.prepare(batch.layout)
@@ -78,12 +83,6 @@ def allocated(make_model: Callable[[], Decoder], policy: str, num_tokens: int) -
     return sum(memory_events(forward))
 
 
-def slope(make_model: Callable[[], Decoder], policy: str) -> float:
-    """Returns the bytes that the layers keep per token."""
-    torch._dynamo.reset()
-    return (allocated(make_model, policy, 1024) - allocated(make_model, policy, 512)) / 512
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "policy"),
@@ -99,7 +98,7 @@ def slope(make_model: Callable[[], Decoder], policy: str) -> float:
 def test_traced_layers_keep_what_layers_on_a_cpu_allocate(name, policy):
     ATTENTION_BACKENDS.register("sizes", SIZES)
     try:
-        per_token = slope(lambda: build_model(name, "debug", "sizes").bfloat16(), policy)
+        per_token = kept_per_token(build_model(name, "debug", "sizes").bfloat16(), policy)
     finally:
         del ATTENTION_BACKENDS._entries["sizes"]
     kept = LayerTrace(model_of(name)).kept(policy, ParallelConfig())
@@ -117,19 +116,15 @@ def compare_shares(rank: int, ports: list[int], expected: dict[str, float]) -> N
     with process_group(rank, 2, ports[0]):
         group = dist.group.WORLD
         assert group is not None
-
-        def make_model() -> Decoder:
-            model = build_model("qwen3", "debug", "sizes", **ONE_KEY_HEAD).bfloat16()
-            shard_sequence(model, group)
-            return model
-
+        model = build_model("qwen3", "debug", "sizes", **ONE_KEY_HEAD).bfloat16()
+        shard_sequence(model, group)
         for name in ("qwen3", "qwen3_5"):
             compare_exchange(build_model(name, "debug", **ONE_KEY_HEAD).bfloat16(), group)
         with pytest.MonkeyPatch.context() as patch:  # gloo frees buffers in threads that are not profiled
             patch.setattr(dist, "all_to_all_single", lambda out, x, *_, **__: out.zero_())
             compare_peak(group)
             policy = list(expected)[rank]
-            assert slope(make_model, policy) == pytest.approx(expected[policy], rel=0.01), policy
+            assert kept_per_token(model, policy) == pytest.approx(expected[policy], rel=0.01), policy
 
 
 def compare_exchange(model: Decoder, group: dist.ProcessGroup) -> None:

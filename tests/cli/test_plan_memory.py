@@ -26,6 +26,7 @@ from titan_tree.tree.token_tree import TokenTree
 
 # Sizes with rows that two ranks cannot shard evenly, and with shards whose states stay in fp32.
 CASES = [("qwen3_moe", {"num_experts": 7}), ("qwen3_5", {"intermediate_size": 390})]
+OPTIMIZERS_AND_REPLICAS = [("adamw", 2), ("adamw8bit", 1)]
 
 # Qwen3-MoE "debug": two layers of 8 experts each, of which a token uses 2.
 EXPERTS = 8 * 3 * 96 * 128  # parameters in one layer
@@ -95,7 +96,7 @@ def num_bytes(tensor):
 def compare_with_tensors(rank: int, ports: list[int]) -> None:
     with process_group(rank, 2, ports[0]):
         mesh = init_device_mesh("cpu", (2,))
-        for (name, sizes), optimizer, replicas in itertools.product(CASES, ("adamw", "adamw8bit"), (1, 2)):
+        for (name, sizes), (optimizer, replicas) in itertools.product(CASES, OPTIMIZERS_AND_REPLICAS):
             config, parallel = (
                 ModelConfig(name=name, flavor="debug", overrides=sizes),
                 ParallelConfig(replicate=replicas),

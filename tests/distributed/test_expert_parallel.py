@@ -53,9 +53,10 @@ CASES: dict[str, tuple[list[tuple[int, int, int]], dict[str, Any]]] = {
     "four": (FOUR, {"data__max_tokens": 70, "parallel__reduce_gradients": "every", **EXPERTS}),
     "resumed by fewer ranks": ([(4, 2, 1), (2, 2, 2)], {"lr_scheduler__min_lr_factor": 1.0}),
     # Some micro-batches are cut, others are not, and one rank has none. All ranks score first if one must.
-    "four, whole paths": (FOUR, {"data__max_tokens": 40, **EXPERTS, **WHOLE_PATHS}),
+    "four, whole paths": (FOUR, {"data__max_tokens": 40, **RECOMPUTE, **EXPERTS, **WHOLE_PATHS}),
 }
-COVERED = ("partitions", "whole paths", "two by two", "hybrid")  # other cases have the same parts
+# Other cases have the same parts.
+COVERED = ("partitions", "recompute", "whole paths", "two by two", "hybrid")
 
 
 def square_of_mean(logprobs: Tensor, pairs: PathPairs) -> Tensor:

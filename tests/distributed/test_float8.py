@@ -143,7 +143,7 @@ def test_blocks_compile_once_for_all_trees(recipe, part):
     assert counted.frame_count == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"activation_checkpoint": "selective"}])
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16", "activation_checkpoint": "selective"}])
 def test_a_run_resumes_and_exports_plain_weights(tmp_path: Path, options) -> None:
     given = {f"training__{key}": value for key, value in options.items()}
     config = tiny_config(

@@ -66,7 +66,6 @@ CASES |= {
 }
 CASES |= {f"advantage {name}": ({"name": "ppo"}, name) for name in ADVANTAGES}
 FEW = ["gspo", "kto", "correction by sum of k3", "whitened tree_po"]
-IN_CI = {"hybrid": FEW, "experts": ["gspo", "whitened tree_po"]}  # a loss does not see the family
 
 
 def make_loss(case: str) -> TreeLoss:
@@ -165,7 +164,7 @@ def on_two_ranks(rank: int, ports: list[int], family: str, file: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "cases"),
     [
-        *IN_CI.items(),
+        ("dense", FEW),  # a loss does not see the family
         *(pytest.param(family, list(CASES), marks=pytest.mark.exhaustive) for family in MODELS),
     ],
     ids=lambda value: value if isinstance(value, str) else "all" if value == list(CASES) else "few",

@@ -146,7 +146,6 @@ def test_a_run_in_which_no_step_trains_ends_with_an_error(tmp_path: Path) -> Non
 
 # Two ranks: only the second group of a step, which rank 1 trains on, is bad.
 PAIRS: dict[str, dict[str, Any]] = {
-    "plain": {},
     "whole paths": {"data__max_tokens": 6, "loss__name": "gspo"},
     "experts": {"model__name": "qwen3_moe", "router_bias__rate": 0.01, "parallel__expert_parallel": 2},
 }

@@ -37,7 +37,7 @@ from titan_tree.tree.token_tree import TokenTree
 )
 def test_no_step_compiles_after_the_warm_up(name: str, num_tokens: int) -> None:
     torch._dynamo.reset()
-    eager = build_model(name, "debug")
+    eager = build_model(name, "debug", num_hidden_layers=1)
     model = copy.deepcopy(eager)
     parallelize(model, OneRank(), dtype=torch.float32, activation_checkpoint="selective", compile=True)
     step = TreeStep(model, TreeLoss("gspo"), "cpu", TreePartitioner("redundancy_free", 34))

@@ -95,6 +95,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 LONG_TAIL = ("temperature", "reentrant checkpointing", "bnpo", "mean over micro-batches")
 LONG_TAIL += ("two steps per generation", "uneven last step", "truncated rows")
+LONG_TAIL += ("dr_grpo", "sapo", "vespo", "luspo")  # TRL computes the losses
 
 
 @pytest.fixture(scope="module")

@@ -31,8 +31,17 @@ def run(model: InPlaceModel, max_tokens: int | None) -> torch.Tensor:
     return step.run(prepared).loss
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "deepseek_v3", "gemma2", "granite"])
-@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize(
+    ("name", "is_checkpointed"),
+    [
+        ("qwen3", False),
+        ("qwen3", True),
+        ("gpt_oss", True),
+        ("deepseek_v3", False),
+        ("gemma2", True),
+        ("granite", False),
+    ],
+)
 def test_trees_equal_paths_and_the_model_stays_usable(name: str, is_checkpointed: bool) -> None:
     hf = hf_family(name)
     names = list(hf.state_dict())

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from tests.support.cases import exhaustive
 from tests.support.oracle import (
     assert_same,
     flat,
@@ -57,7 +58,12 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize(("cuts", "seed"), zip(CUTS, [2, 0, 1, 3, 0, 2, 3], strict=True))
+CUTS_AND_SEEDS = list(zip(CUTS, [2, 0, 1, 3, 0, 2, 3], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("cuts", "seed"), exhaustive([("some", 2), ("redundancy_free, 4", 0)], CUTS_AND_SEEDS)
+)
 def test_partitions_equal_one_pass(cuts, seed):
     """Exported states, exported inputs of the convolution and their gradients are equal, too, in float64."""
     model = tree_model(hybrid_model(tied=seed % 2 == 0, seed=seed)).double()

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.rl.test_weight_push import other_weights, pushing
-from tests.support.cases import slow_except
+from tests.support.cases import exhaustive
 from tests.support.rollout_server import RolloutServer, rollout_server, server_process
 from titan_tree import UserError, build_model, save_pretrained
 from titan_tree.config.rl import ServerConfig
@@ -19,7 +19,11 @@ from titan_tree.rl.server import broadcast
 from titan_tree.rl.server.broadcast import sglang_workers
 from titan_tree.rl.server.client import ServerClient
 
-REFUSED_UPDATE = ("refuse_update", "/update_weights_from_distributed: refused a request .*out of memory")
+FAILURES = [
+    ("refuse_join", "/init_weights_update_group: refused a request with status 400: cannot join"),
+    ("refuse_update", "/update_weights_from_distributed: refused a request .*out of memory"),
+    ("die", "the process group failed with|no answer after 1 attempts"),
+]
 
 
 def small(name: str) -> Decoder:
@@ -30,7 +34,7 @@ def small(name: str) -> Decoder:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize("name", exhaustive(["qwen3_moe"], ["qwen3_moe", "qwen3_next"]))
 def test_broadcast_tensors_are_those_of_a_snapshot(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,17 +65,8 @@ def test_broadcast_tensors_are_those_of_a_snapshot(
         assert path == "/destroy_weights_update_group"
 
 
-@pytest.mark.parametrize(
-    ("mode", "message"),
-    slow_except(
-        [REFUSED_UPDATE],
-        [
-            ("refuse_join", "/init_weights_update_group: refused a request with status 400: cannot join"),
-            REFUSED_UPDATE,
-            ("die", "the process group failed with|no answer after 1 attempts"),
-        ],
-    ),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "message"), exhaustive(FAILURES[:1], FAILURES))
 def test_a_failed_broadcast_is_one_line(mode: str, message: str) -> None:
     with server_process(mode) as (url, _):
         sampler = pushing(url, "sglang", weights="broadcast", timeout_s=60)

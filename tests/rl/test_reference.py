@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from tests.support.cases import slow_except
+from tests.support.cases import exhaustive
 from tests.support.oracle import path_logprobs
 from tests.support.rl_runs import rows, tiny, with_short_turns
 from titan_tree import register_loss, save_adapter, save_pretrained
@@ -71,7 +71,7 @@ def trained_in_two_parts(folder: Path, *options: str) -> Recorded:
     return resumed
 
 
-@pytest.mark.parametrize("max_tokens", slow_except([512], [512, 60]))
+@pytest.mark.parametrize("max_tokens", exhaustive([60], [512, 60]))
 def test_the_reference_is_the_start_of_the_run(tmp_path: Path, max_tokens: int) -> None:
     """Also in a run that was resumed, whose log-probs and metrics are those of an uninterrupted one."""
     options = (*KL, "optimizer.lr=3e-3", f"data.max_tokens={max_tokens}")

@@ -142,7 +142,7 @@ OLD_LOGPROBS = [("folder", 1), ("adapter", 1), ("folder", 0), ("broadcast", 1), 
 @pytest.mark.parametrize(
     ("update", "async_steps"),
     [
-        *slow_except(OLD_LOGPROBS[:2], OLD_LOGPROBS),
+        *slow_except(OLD_LOGPROBS[:1], OLD_LOGPROBS),
         *(pytest.param(*case, marks=[SLOW, pytest.mark.exhaustive]) for case in SYNCHRONOUS),
     ],
 )

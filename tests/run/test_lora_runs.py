@@ -41,6 +41,8 @@ CASES: dict[str, dict[str, Any]] = {
         **CUT,
         **EXPERTS,
         **EXPERT_TARGETS,
+        "router_bias__rate": 1e-2,
+        "parallel__sequence_parallel": 2,
         "parallel__expert_parallel": 2,
         "training__activation_checkpoint": "selective",
     },
@@ -51,7 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "bfloat16": {"training__dtype": "bfloat16"},
 }
-COVERED = ("partitions", "hybrid, recompute")  # other cases have the same parts
+COVERED = ("partitions", "hybrid, recompute", "experts, sequence")  # other cases have the same parts
 PATHS = [[5, 6, 7, 8, 9, 10], [5, 6, 7, 3, 4], [5, 6, 20, 21]]
 
 

@@ -16,16 +16,19 @@ def slow_except(everyday: Container[Any], cases: Iterable[Any]) -> list[Any]:
         everyday: cases of the everyday suite.
         cases: one value per case, or a tuple of values.
     """
-    return [case if hasattr(case, "marks") or case in everyday else _slow(case) for case in cases]
+    return [
+        case if hasattr(case, "marks") or case in everyday else _marked(case, pytest.mark.slow)
+        for case in cases
+    ]
 
 
 def exhaustive(by_hand: Container[Any], cases: Iterable[Any]) -> list[Any]:
     """Returns the cases for ``pytest.mark.parametrize``; those in ``by_hand`` are exhaustive."""
-    return [pytest.param(case, marks=pytest.mark.exhaustive) if case in by_hand else case for case in cases]
+    return [_marked(case, pytest.mark.exhaustive) if case in by_hand else case for case in cases]
 
 
-def _slow(case: Any) -> Any:
-    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+def _marked(case: Any, mark: pytest.MarkDecorator) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
 
 
 def for_each(names: str | Sequence[str], cases: Iterable[Any]) -> Callable[..., Any]:

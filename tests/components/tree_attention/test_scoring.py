@@ -84,8 +84,10 @@ def test_options_equal_definition(backend, dims, dtype, tolerance, scoring, kind
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("nodes", "window", "kind"),
-    [(LONG, 30, "all queries"), (BUSHY, 40, "between")],
-    ids=["shorter than nodes", "longer than nodes"],
+    [
+        pytest.param(LONG, 30, "all queries", id="shorter than nodes", marks=pytest.mark.exhaustive),
+        pytest.param(BUSHY, 40, "between", id="longer than nodes"),
+    ],
 )
 def test_windows_across_blocks_equal_definition(nodes, window, kind):
     queries = None if kind == "all queries" else between(nodes)
