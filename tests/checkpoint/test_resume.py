@@ -4,13 +4,13 @@ import dataclasses
 import errno
 import fcntl
 import json
+import multiprocessing
 import os
 import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,20 @@ def kill_after_step_10(rank: int, ports: list[int], arguments: list[str]) -> Non
     titan_tree.train.main(arguments)
 
 
+def resume_after_step_7(rank: int, ports: list[int], arguments: list[str]) -> None:
+    """Trains to the end in this process, from the last checkpoint."""
+    steps = []
+    train_step = Trainer.train_step
+
+    def record_step(trainer: Trainer, inputs: Any) -> None:
+        train_step(trainer, inputs)
+        steps.append(trainer.progress.step)
+
+    Trainer.train_step = record_step  # type: ignore[method-assign]
+    titan_tree.train.main(arguments)
+    assert steps == list(range(8, 19))
+
+
 @pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     options = ["training.steps=18", "checkpoint.interval=7", "lr_scheduler.warmup_steps=5"]
@@ -54,15 +68,7 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     killed = tiny_config(tmp_path / "killed")
     assert [row["step"] for row in read_metrics(killed)] == [str(step) for step in range(1, 11)]
 
-    resumed = subprocess.run(
-        [sys.executable, "-m", "titan_tree.train", *arguments, "data.workers=1"],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "resumed from" in resumed.stdout, resumed.stderr
+    run_ranks(resume_after_step_7, 1, [*arguments, "data.workers=1"])
     whole = tiny_config(
         tmp_path / "whole", training__steps=18, checkpoint__interval=7, lr_scheduler__warmup_steps=5
     )
@@ -231,27 +237,23 @@ def test_changed_files_are_refused_unless_allowed(tmp_path: Path, caplog: pytest
     assert re.search(r"changed since the checkpoint: .*data\.jsonl", caplog.text)
 
 
-@pytest.mark.slow
+def hold_lock(folder: Path, is_held: Any) -> None:
+    FolderLock(folder)
+    is_held.set()
+    time.sleep(600)
+
+
 def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, checkpoint__interval=2)
-    holder = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import sys, pathlib\nfrom titan_tree.checkpoint.lock import FolderLock\n"
-            "lock = FolderLock(pathlib.Path(sys.argv[1]))\nprint('locked', flush=True)\nsys.stdin.read()",
-            config.folder,
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-    )
-    assert holder.stdout
-    assert holder.stdout.readline() == b"locked\n"
+    fork = multiprocessing.get_context("fork")
+    is_held = fork.Event()
+    holder = fork.Process(target=hold_lock, args=(Path(config.folder), is_held))
+    holder.start()
+    assert is_held.wait(60)
     with pytest.raises(UserError, match=rf"another run uses this folder \(process {holder.pid} on"):
         train(config)
     holder.kill()  # the lock ends with its process
-    holder.wait()
+    holder.join()
     train(config)
 
 
