@@ -40,7 +40,8 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize(("layers", "seed"), zip(sorted([*LAYERS] * 2), range(8), strict=True))
+# Modulo 4, the seeds are all kinds of forests.
+@pytest.mark.parametrize(("layers", "seed"), zip(LAYERS, [0, 3, 5, 6], strict=True))
 def test_one_pass_equals_every_path_alone(layers, seed):
     hf = hf_model(tied=seed % 2 == 0, kind="Qwen3Moe", seed=seed, **LAYERS[layers])
     model = tree_model(hf)
@@ -93,11 +94,8 @@ def expected_step(num_micro_batches, scope):
 @pytest.mark.parametrize(
     ("partitioner", "num_micro_batches", "scope"),
     [
-        ("none", 1, "global_batch"),
-        ("none", 1, "micro_batch"),
         ("none", 2, "global_batch"),
         ("none", 2, "micro_batch"),
-        ("redundancy_free", 1, "global_batch"),
         ("redundancy_free", 2, "micro_batch"),
         ("one token", 2, "global_batch"),
         ("random", 1, "micro_batch"),
