@@ -144,25 +144,27 @@ def warm_start(rank: int, ports: list[int], num_ranks: int, folder: Path) -> Non
         run(tiny(folder, *own))
 
 
-@pytest.mark.parametrize(
-    ("weights", "async_steps"),
-    [pytest.param("folder", 1, marks=pytest.mark.slow)]
-    + [pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("folder", 0), ("adapter", 1))],
-)
-def test_two_ranks_with_two_servers_equal_one_rank_with_one(
-    tmp_path: Path, weights: str, async_steps: int
-) -> None:
-    more = [f"rl.async_steps={async_steps}", "rl.server.model=m", f"rl.server.weights={weights}"]
-    more += ["lora.rank=2"] if weights == "adapter" else []
-    base = config(tmp_path, "one task")
-    servers = [RolloutServer("vllm", build_model("qwen3", "debug", **base.model.overrides)) for _ in range(3)]
-    for server in servers:
-        assert server.model is not None
-        server.model.init_weights(base.training.seed)
+# What both runs have, and what only the run on two ranks has.
+SERVED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "one step ahead": (("rl.async_steps=1",), ()),
+    "in step": ((), ()),
+    "adapter": (("rl.server.weights=adapter", "lora.rank=2", "rl.async_steps=1"), ()),
+    "experts": (("model.name=qwen3_moe", "data.replay=first"), ("parallel.expert_parallel=2",)),
+}
+
+
+@pytest.mark.parametrize("name", slow_except([], exhaustive(tuple(SERVED)[1:], SERVED)))
+def test_two_ranks_with_two_servers_equal_one_rank_with_one(tmp_path: Path, name: str) -> None:
+    more = ("rl.server.model=m", *SERVED[name][0])
+    base = config(tmp_path, "two tasks", *more)
+    models = [build_model(base.model.name, "debug", **base.model.overrides) for _ in range(3)]
+    for model in models:
+        model.init_weights(base.training.seed)
+    servers = [RolloutServer("vllm", model) for model in models]
     with ExitStack() as stack:
         first, second, third = (stack.enter_context(rollout_server(server)) for server in servers)
         urls = f"rl.server.url=[{first}, {second}]"
-        run_ranks(train_ranks, 2, 2, tmp_path / "two", "two tasks", urls, *more)
+        run_ranks(train_ranks, 2, 2, tmp_path / "two", "two tasks", urls, *more, *SERVED[name][1])
         one = train(config(tmp_path / "one", "two tasks", f"rl.server.url={third}", *more))
         assert_same_run(tmp_path / "two", "two tasks", one, urls, *more)
     assert servers[0].version == servers[1].version
