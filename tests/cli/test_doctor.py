@@ -181,6 +181,21 @@ def test_problems_of_a_configuration_are_found_before_the_run(
     assert message in found[name]
 
 
+@pytest.mark.slow
+def test_the_tables_of_every_command_are_checked(capsys, monkeypatch, only):
+    only("configuration")
+    rl_demo = str(ROOT / "train_configs" / "rl_demo.toml")
+    assert problems(capsys, "--config", rl_demo) == {}
+    found = problems(capsys, "--config", rl_demo, "rl.async_steps=1")
+    assert list(found) == ["rl"]
+    assert found["rl"].startswith("rl.async_steps: expected 0, because the sampler has no weights of its own")
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    monkeypatch.delitem(sys.modules, "titan_tree.integrations.lightning", raising=False)
+    found = problems(capsys, "--config", DEMO, "lightning.trainer.max_steps=1")
+    assert list(found) == ["components"]
+    assert "run pip install 'titan_tree[lightning]'" in found["components"]
+
+
 def test_a_configuration_file_that_is_missing_is_a_problem(capsys, only):
     only("configuration")
     assert "no.toml: cannot be read" in problems(capsys, "--config", "no.toml")["configuration"]

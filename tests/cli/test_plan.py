@@ -23,7 +23,7 @@ from titan_tree.tree.costs import tree_sizes
 from titan_tree.tree.token_shards import TokenShard
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
-DEMO, DEMO_MOE = str(CONFIGS / "demo.toml"), str(CONFIGS / "demo_qwen3_moe.toml")
+DEMO, DEMO_MOE, RL_DEMO = (str(CONFIGS / f"{name}.toml") for name in ("demo", "demo_qwen3_moe", "rl_demo"))
 
 
 KEPT = {"none": Kept(1000.0, 100.0), "selective": Kept(300.0, 50.0), "full": Kept(100.0)}
@@ -74,6 +74,12 @@ def test_the_report_fits_80_columns_and_adds_up(capsys, tmp_path, monkeypatch):
         "reduce_gradients",
         "reshard_after_forward",
     }
+
+
+@pytest.mark.slow
+def test_tables_of_other_commands_have_no_effect(capsys):
+    others = ["lightning.trainer.max_steps=1", "rl.rollouts=4", "warm_start.steps=9"]
+    assert plan(capsys, DEMO, *others, "--gpus", "1")["parameters"] == 459_520
 
 
 def training_steps(config, model, is_balanced, owners=2, steps=2):
@@ -254,6 +260,7 @@ def test_a_router_without_balance_needs_more(capsys):
         ([DEMO, "--gpus", "1", "--gpu", "b300"], "--gpu: expected h200, h100 or a number of GiB"),
         (["missing.toml", "--gpus", "1"], "missing.toml: cannot be read: No such file"),
         ([DEMO, "data.files=missing.jsonl", "--gpus", "1"], "missing.jsonl"),
+        ([RL_DEMO, "--gpus", "1"], "rl_demo.toml: missing, without a default: data.files; set them"),
         ([DEMO, "--gpus", "1", "model.flavor=9B"], "unknown flavor of qwen3 '9B'"),
         ([DEMO, "parallel.expert_parallel=2", "--gpus", "2"], "expected 1, because the model has no experts"),
         (

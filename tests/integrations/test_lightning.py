@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import sys
+from collections.abc import Iterator
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.multiprocessing import ProcessExitedException
 
+from tests.support.cases import exhaustive
 from tests.support.hf_families import hf_family
 from tests.support.lightning_run import expected, fit, lightning_trainer, logged, weights_of
 from tests.support.processes import run_ranks
@@ -25,7 +29,9 @@ from titan_tree.errors import UserError
 from titan_tree.integrations.lightning import TreeCheckpoints, TreeDataModule, TreeLightningModule
 from titan_tree.lightning import main as lightning_command
 from titan_tree.registry import OPTIMIZERS
+from titan_tree.run.build import build_step_loader
 from titan_tree.run.trainer import Trainer
+from titan_tree.signals import SIGNALS
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("lightning")]
 
@@ -302,6 +308,47 @@ def test_either_trainer_continues_a_run_of_the_other(
     assert final.progress.step == 7
     weights = final.model.state_dict()
     assert all(torch.equal(weights[name], weight) for name, weight in want.items())
+
+
+class SignalAfter(L.Callback):
+    def __init__(self, steps: int, number: int) -> None:
+        self.steps, self.number = steps, number
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.steps:
+            signal.raise_signal(self.number)
+
+
+@pytest.mark.usefixtures("default_signals")
+@pytest.mark.parametrize("number", exhaustive((signal.SIGTERM,), [signal.SIGINT, signal.SIGTERM]))
+def test_a_signal_ends_the_command_after_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    handlers = [signal.getsignal(each) for each in SIGNALS]
+    path = write_config(tmp_path)
+    callback = f'[lightning.callbacks."{__name__}:SignalAfter"]\nsteps = 2\nnumber = {number:d}\n'
+    quiet = "[lightning.trainer]\nenable_progress_bar = false\n"
+    path.write_text(path.read_text() + callback + quiet)
+    assert lightning_command(["--config", str(path), "checkpoint.interval=100"]) == 128 + number
+    dist.destroy_process_group()
+    newest = tmp_path / "run" / "checkpoints" / "step-2"
+    ended = f"{number.name}: the run ended after step 2; the same command continues from {newest}\n"
+    assert ended in capsys.readouterr().out
+    assert newest.is_dir()
+    assert [signal.getsignal(each) for each in SIGNALS] == handlers
+
+
+def test_wrong_data_end_a_run_after_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loader(*arguments: Any) -> Iterator[Any]:
+        yield from islice(build_step_loader(*arguments), 2)
+        raise UserError("data.jsonl:7: wrong")
+
+    monkeypatch.setattr("titan_tree.integrations.lightning.build_step_loader", loader)
+    newest = tmp_path / "run" / "checkpoints" / "step-2"
+    ended = f"data.jsonl:7: wrong; the run ended after step 2; the same command continues from {newest}"
+    with pytest.raises(UserError, match=f"^{re.escape(ended)}$"):
+        fit(tiny_config(tmp_path, checkpoint__interval=100), lightning_trainer(tmp_path, TreeCheckpoints()))
+    assert newest.is_dir()
 
 
 WRONG: list[tuple[str, str]] = [

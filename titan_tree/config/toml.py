@@ -12,7 +12,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
@@ -24,6 +24,8 @@ from omegaconf.errors import OmegaConfBaseException
 from titan_tree.config import Config
 from titan_tree.config.checks import MISSING, require
 from titan_tree.config.files import regular
+from titan_tree.config.lightning import LightningRunConfig
+from titan_tree.config.rl import RLRunConfig
 from titan_tree.errors import UserError, errors_at, keep_secret, require_unicode, shorten
 from titan_tree.plugins import import_plugins
 
@@ -70,12 +72,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return load_tables(Config, path, overrides)
 
 
-def load_tables(tables: type[C], path: str | Path, overrides: Sequence[str] = ()) -> C:
-    """Returns a configuration with other tables. Arguments and errors: see ``load_config``."""
+def load_any(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Returns the configuration with the tables of the command that it is for. See ``load_config``."""
+    names = {name for _, table in _read(path, overrides) for name in table}
+    if names & {"rl", "warm_start"}:
+        return load_tables(RLRunConfig, path, overrides)
+    return load_tables(LightningRunConfig if "lightning" in names else Config, path, overrides)
+
+
+def load_tables(
+    tables: type[C], path: str | Path, overrides: Sequence[str] = (), skip: Collection[str] = ()
+) -> C:
+    """Returns a configuration with other tables, except those to ``skip``. See ``load_config``."""
     schema = _Schema.of(tables)
     values: Table = {}
     sources: dict[str, str] = {}
-    for source, table in [(str(path), _read_file(path)), *map(_read_argument, overrides)]:
+    for source, table in _read(path, overrides):
+        table = {name: value for name, value in table.items() if name not in skip}
         with errors_at(source):
             for key, value in schema.settings(table):
                 values[key] = _merged(values.get(key), value)
@@ -117,6 +130,11 @@ def _toml_value(value: object) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # TOML writes inf and nan like Python
     return json.dumps(value)  # TOML writes strings, numbers and booleans like JSON
+
+
+def _read(path: str | Path, overrides: Sequence[str]) -> list[tuple[str, Table]]:
+    """Returns the tables of the file and of each argument, with a name for error messages."""
+    return [(str(path), _read_file(path)), *map(_read_argument, overrides)]
 
 
 def _read_file(path: str | Path) -> Table:

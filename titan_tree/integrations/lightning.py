@@ -1,6 +1,6 @@
 """Training with Lightning: a LightningModule and a LightningDataModule for the configuration of a run.
 
-    TreeDataModule -> (StepInput, position) -> TreeLightningModule.training_step -> logs, checkpoints
+    TreeDataModule -> (StepInput, position, sizes) -> TreeLightningModule.training_step -> logs, checkpoints
 
 Lightning runs the loop, the loggers and the callbacks. A step is the one of ``Trainer``. ``TreeCheckpoints``
 writes and resumes the checkpoints of ``Trainer``, and ``run`` is the command titan_tree.lightning. No other
@@ -18,8 +18,10 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import repeat
 from pathlib import Path
 from runpy import run_module
 from typing import Any
@@ -65,6 +67,7 @@ from titan_tree.run.folder import RunFolder
 from titan_tree.run.model_setup import build_parallel_model, describe_architecture
 from titan_tree.run.optimizer_step import OptimizerStep
 from titan_tree.run.rank_facts import check_ranks
+from titan_tree.run.stopping import StopController, SynchronizedInput
 from titan_tree.run.trainer import in_background, restore_position, score_validation
 
 try:
@@ -81,10 +84,8 @@ except ImportError as error:
 logger = logging.getLogger(__name__)
 
 STATE = "titan_tree"  # key of Lightning's checkpoints
-UNUSED = (  # keys without an effect on ``run``
-    *("metrics.loggers", "checkpoint.minutes", "parallel.check_interval"),
-    *("profiler.enable", "profiler.memory_snapshot"),
-)
+# Keys without an effect on ``run``.
+UNUSED = ("metrics.loggers", "profiler.enable", "profiler.memory_snapshot")
 DECIDED = {  # arguments of lightning.Trainer that ``run`` sets -> what decides them
     "accelerator": "whether the machine has GPUs",
     "devices": "--nproc-per-node of torchrun",
@@ -120,13 +121,16 @@ class TreeLightningModule(L.LightningModule):
     balancing: Balancing | None
     containers: tuple[Optimizers, LRSchedulersContainer]
     num_steps: int  # number of steps of the whole run
-    position: dict[str, Any] | None  # the dataset's after the last step that was trained
+    progress: Progress
+    stopping: StopController | None  # None without ``TreeCheckpoints``
+    data_state: Callable[[], dict[str, Any]]  # what ``progress`` holds of the data besides the position
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         refuse_in_worker()
         self.automatic_optimization = False
-        self.config, self.model, self.position = config, None, None
+        self.config, self.model, self.stopping, self.progress = config, None, None, Progress()
+        self.data_state = dict
         self._logged: set[str] = set()  # names of the values of steps
         self._optimizer_step: OptimizerStep | None = None  # made in the first step of a fit
 
@@ -176,10 +180,15 @@ class TreeLightningModule(L.LightningModule):
         if self.config.training.compile and not self.trainer.should_stop:
             warm_up(self.config, self.tree_step)
 
-    def training_step(self, batch: tuple[StepInput, Position], batch_idx: int) -> None:
-        """Runs one optimizer step, and logs its values under the names of metrics.csv."""
+    def training_step(self, batch: Iterator[SynchronizedInput], batch_idx: int) -> None:
+        """Runs one optimizer step on the next input, and logs its values under the names of metrics.csv."""
+        with self.stopping.guard_step() if self.stopping else nullcontext():
+            self._train_step(batch)
+        self.trainer.should_stop |= self.progress.step >= self.num_steps
+
+    def _train_step(self, inputs: Iterator[SynchronizedInput]) -> None:
         started = time.perf_counter()
-        step_input, position = batch
+        step_input, position, sizes = next(inputs)
         optimizer: Any = self.optimizers()  # Lightning's wrapper, whose steps are counted
         scheduler: Any = self.lr_schedulers()
         step = self.global_step + 1
@@ -194,12 +203,12 @@ class TreeLightningModule(L.LightningModule):
                 seed=self.config.training.seed,
                 max_bad_steps=min(self.config.training.max_bad_steps, self.num_steps),
             )
-        sizes = all_reduce_counts(step_input, checksum=position.pop("checksum", None))
         report = self._optimizer_step.run(step, step_input, sizes, epoch=position["epoch"], started=started)
         if self.global_step < step:
             optimizer.step()  # without the gradients of a bad step, it only counts the step
-        self.position = dict(position)
-        self.trainer.should_stop |= step >= self.num_steps
+        self.progress.step, self.progress.data = step, self.data_state() | position
+        if self.balancing:
+            self.progress.data["balance"] = self.balancing.state_dict()
         if report is None:
             # Lightning would log the values of the step before again.
             self._log(dict.fromkeys(self._logged, math.nan) | {"bad_steps": self._optimizer_step.bad_steps})
@@ -220,19 +229,22 @@ class TreeLightningModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the position in the data, the balance and the architecture, as plain types."""
-        if self.position is not None:
+        if self.progress.data:
             dataset = _data_of(self.trainer).dataset
-            data = self.position if dataset is None else dataset.state_dict() | self.position
-            balance = self.balancing.state_dict() if self.balancing else None
-            checkpoint[STATE] = {"data": data, "balance": balance, "architecture": self.architecture()}
+            data = ({} if dataset is None else dataset.state_dict()) | self.progress.data
+            checkpoint[STATE] = {"data": data, "architecture": self.architecture()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint.get(STATE, {})
         if before := state.get("architecture"):
             check_architecture(Path(str(self.trainer.ckpt_path)), before, self.architecture())
-        self.position = state.get("data")
-        if self.balancing and state.get("balance"):
-            self.balancing.load_state_dict(state["balance"])
+        self.progress.data = state.get("data", {})
+        self.load_balance()
+
+    def load_balance(self) -> None:
+        """Continues with the balance of the checkpoint that ``progress`` comes from."""
+        if self.balancing and "balance" in self.progress.data:
+            self.balancing.load_state_dict(self.progress.data["balance"])
 
     def architecture(self) -> dict[str, Any]:
         """Returns what a run must share with the checkpoints that it resumes from, as JSON values."""
@@ -270,8 +282,12 @@ class TreeDataModule(L.LightningDataModule):
         )
         return self.dataset
 
-    def train_dataloader(self) -> Iterable[tuple[StepInput, Position]]:
-        """Returns the remaining steps: (input, position after the step)."""
+    def train_dataloader(self) -> Iterable[Iterator[SynchronizedInput]]:
+        """Returns the iterator over the remaining inputs once per step.
+
+        Lightning fetches a batch ahead of its step. An input is made and synchronized in its step, as in
+        ``Trainer``.
+        """
         return _Loader(self._inputs)
 
     def val_dataloader(self) -> Iterable[list[StepInput]]:
@@ -289,70 +305,90 @@ class TreeDataModule(L.LightningDataModule):
         """Returns the batch as it is: TreeStep copies each micro-batch when it needs it."""
         return batch
 
-    def _inputs(self) -> Iterator[tuple[StepInput, Position]]:
-        """Yields the steps after the last one that was trained. The dataset itself may be ahead of it.
+    def _inputs(self) -> Iterator[Iterator[SynchronizedInput]]:
+        """Yields an iterator for each of the steps after the last one that was trained.
 
-        It starts with the first item, because Lightning makes iterators that it does not use.
+        The dataset itself may be ahead of it. This starts with the first item, because Lightning makes
+        iterators that it does not use.
         """
         module, config = _module_of(self.trainer), self.config
         done = module.global_step
         assert self.dataset is not None
-        if module.position is not None:
-            restore_position(
-                self.dataset, self.dataset.state_dict() | module.position, config.checkpoint.allow_changes
-            )
+        if module.progress.data:
+            state = self.dataset.state_dict() | module.progress.data
+            restore_position(self.dataset, state, config.checkpoint.allow_changes)
         left = max(module.num_steps - done, 0)
-        yield from build_step_loader(config, module.tree_step, self.dataset, left, module.balancing, done)
+        loader = build_step_loader(config, module.tree_step, self.dataset, left, module.balancing, done)
+        synchronized = module.stopping.synchronized_inputs if module.stopping else _synchronized
+        yield from repeat(synchronized(iter(loader)), left)
 
 
 class TreeCheckpoints(Checkpoint):
     """Writes and resumes the checkpoints of the table [checkpoint]. They are those of ``Trainer``.
 
-    A fit starts from the newest checkpoint, which either trainer may have written.
+    A fit starts from the newest checkpoint, which either trainer may have written. It ends after a last
+    checkpoint if a signal arrives or if the data of a rank are wrong.
 
     Raises:
         UserError: see ``Checkpoints``.
+        Interrupted: a signal ended the run, after a checkpoint of the steps trained so far.
     """
 
     checkpoints: Checkpoints
 
     def on_fit_start(self, trainer: L.Trainer, *args: Any) -> None:
-        module, self.progress = _module_of(trainer), Progress()
-        config, (optimizers, lr_schedulers) = module.config, module.containers
+        module = _module_of(trainer)
+        config, progress, (optimizers, lr_schedulers) = module.config, module.progress, module.containers
         self.checkpoints = Checkpoints(
             config.checkpoint,
             Path(config.folder) / config.checkpoint.folder,
             model=module.model,
             optimizers=optimizers,
             lr_schedulers=lr_schedulers,
-            progress=self.progress,
+            progress=progress,
             architecture=module.architecture(),
             run_config=dataclasses.asdict(config),
         )
         self.checkpoints.resume()
-        if self.progress.step:
-            _set_step(trainer, self.progress.step)
-            module.position = self.progress.data
-            if module.balancing and (balance := self.progress.data.pop("balance", None)):
-                module.balancing.load_state_dict(balance)
+        module.stopping = StopController(config, module.model, self.checkpoints, progress, module.num_steps)
+        if progress.step:
+            _set_step(trainer, progress.step)
+            module.load_balance()
 
     def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
-        dataset = _data_of(trainer).dataset
+        module, dataset = _module_of(trainer), _data_of(trainer).dataset
         assert dataset is not None
-        self._data_state = in_background(dataset.state_dict)  # reads the files for their checksums
+        if module.config.checkpoint.interval:
+            module.data_state = in_background(dataset.state_dict)  # reads the files for their checksums
+        trainer._signal_connector.teardown()  # Lightning's handlers would end the run without a checkpoint
+        module.stopping.signals.__enter__()
 
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        module = _module_of(trainer)
-        self.progress.step, self.progress.data = module.global_step, self._data_state() | module.position
-        if module.balancing:
-            self.progress.data["balance"] = module.balancing.state_dict()
-        self.checkpoints.save()
-
-    def on_train_end(self, *args: Any) -> None:
-        """Writes the last checkpoint of a run, which may have ended early."""
-        if self.progress.step:
+    def on_train_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Writes the last checkpoint of a run, which a setting of Lightning may have ended early."""
+        if _module_of(trainer).progress.step:
             self.checkpoints.save(due=True)
         self.checkpoints.close()
+
+    def on_exception(self, trainer: L.Trainer, module: Any, error: BaseException) -> None:
+        self._stop_deferring(module, error)
+
+    def teardown(self, trainer: L.Trainer, module: Any, stage: str) -> None:
+        self._stop_deferring(module, None)
+
+    def _stop_deferring(self, module: Any, error: BaseException | None) -> None:
+        """Restores the handlers of signals, and sends one again that no step has answered."""
+        stopping, module.stopping = module.stopping, None
+        if stopping:
+            stopping.signals.__exit__(error and type(error), error, None)
+
+
+def _synchronized(
+    inputs: Iterator[tuple[StepInput, Position]],
+) -> Iterator[SynchronizedInput]:
+    """Yields the inputs with the sizes of all ranks."""
+    for step_input, position in inputs:
+        sizes = all_reduce_counts(step_input, checksum=position.pop("checksum", None))
+        yield step_input, position, sizes
 
 
 def _set_step(trainer: L.Trainer, step: int) -> None:

@@ -26,7 +26,7 @@ from torch import nn
 from titan_tree.checkpoint import Checkpoints, Progress
 from titan_tree.config import Config
 from titan_tree.distributed.agreement import check_weights
-from titan_tree.distributed.collectives import world_size
+from titan_tree.distributed.collectives import rank, world_size
 from titan_tree.distributed.faults import failures_named, set_timeout, start_timeout
 from titan_tree.engine.step_io import GlobalSizes, StepInput, all_reduce_counts
 from titan_tree.errors import AgreedError, LostRankError, UserError
@@ -160,14 +160,15 @@ class StopController:
         minutes = self.config.checkpoint.minutes
         waited = time.monotonic() - self._saved_at
         is_due = minutes is not None and waited >= 60 * minutes
-        return CHECKPOINT if is_due and dist.get_rank() == 0 else NONE
+        return CHECKPOINT if is_due and rank() == 0 else NONE
 
     def _stop(self, number: int) -> NoReturn:
         self.save(due=True)
         self.checkpoints.close()
-        if dist.get_rank() == 0:
+        if rank() == 0:
             logger.warning("%s: %s", SignalName(number).name, self._what_next())
-        dist.barrier()  # torchrun ends all ranks as soon as one has ended
+        if world_size() > 1:
+            dist.barrier()  # torchrun ends all ranks as soon as one has ended
         raise Interrupted(number)
 
     def _what_next(self) -> str:
@@ -186,9 +187,9 @@ def _first_message(error: UserError | None) -> str:
 
     A rank that has only lost another one comes last.
     """
-    messages: list[tuple[bool, str] | None] = [None] * world_size()
-    dist.all_gather_object(
-        messages, None if error is None else (isinstance(error, LostRankError), str(error))
-    )
+    own = None if error is None else (isinstance(error, LostRankError), str(error))
+    messages = [own] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(messages, own)
     present = [message for message in messages if message is not None]
     return min(present, key=lambda message: message[0])[1]

@@ -131,9 +131,9 @@ def _subject(args: argparse.Namespace) -> Subject:
     config = None
     if args.config is not None:
         with suppress(Exception):  # the section "configuration" reports it
-            from titan_tree.config.toml import load_config
+            from titan_tree.config.toml import load_any
 
-            config = load_config(args.config, args.overrides)
+            config = load_any(args.config, args.overrides)
     return Subject(args.config, args.overrides, config)
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from titan_tree.cli.doctor import Checked, Finding, Subject, attempt, problem
 from titan_tree.cli.doctor.machine import existing, size_text
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import Config
-from titan_tree.config.toml import load_config
+from titan_tree.config.lightning import LightningRunConfig
+from titan_tree.config.rl import RLRunConfig
+from titan_tree.config.toml import load_any
 from titan_tree.data.data_files import DataFiles
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.distributed.optimizers import optimizer_class
@@ -25,7 +28,7 @@ from titan_tree.models.hf import read_weights
 from titan_tree.models.lora.adapters import add_lora
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.models.weights import whole_weights
-from titan_tree.registry import LOGGERS, OPTIMIZERS
+from titan_tree.registry import ENVIRONMENTS, LOGGERS, OPTIMIZERS
 from titan_tree.run import build
 from titan_tree.run.model_setup import build_lora, build_model_without_weights
 
@@ -35,13 +38,15 @@ WEIGHT_BYTES = 4  # per parameter, in a checkpoint
 def configuration(subject: Subject) -> Iterator[Finding]:
     """Checks what a run reads before its first step. Reads only the first records of data files."""
     assert subject.file is not None
-    config = load_config(subject.file, subject.overrides)
+    config = load_any(subject.file, subject.overrides)
     yield Finding("file", f"{subject.file} is valid")
     yield from attempt("components", _components, config)
     model = yield from attempt("model", _model, config)
     tokenizer = yield from attempt("tokenizer", _tokenizer, config)
     if model is not None and tokenizer is not None:
         yield from attempt("data", _data, config, model, *tokenizer)
+    if isinstance(config, RLRunConfig):
+        yield from attempt("rl", _rl, config)
     yield from attempt("checkpoints", _checkpoints, config, model)
 
 
@@ -51,6 +56,8 @@ def _components(config: Config) -> Checked[None]:
     optimizer_class(config.optimizer)
     for name in config.metrics.loggers:
         LOGGERS[name]
+    if isinstance(config, LightningRunConfig):
+        import_module("titan_tree.integrations.lightning")
     names = config.loss.name, config.optimizer.name, *config.metrics.loggers
     yield Finding("components", ", ".join(names))
 
@@ -84,7 +91,7 @@ def _tokenizer(config: Config) -> Checked[tuple[TreeTokenizer | None]]:
 def _data(config: Config, model: TreeModel, tokenizer: TreeTokenizer | None) -> Checked[None]:
     """Reads, renders and tokenizes the first group of each data file."""
     for table, files in (("data", config.data.files), ("validation", config.validation.files)):
-        if files is None:
+        if not files:  # no validation, or the data come from an environment
             continue
         reader = build.build_reader(replace(config.data, files=files, weights=None), tokenizer, model)
         problems = list(chain(*(attempt(table, _first_group, reader, file) for file in reader.files)))
@@ -99,6 +106,15 @@ def _first_group(reader: SampleReader, file: str) -> Checked[None]:
     group = next(DataFiles(replace(reader.config, files=[file], weights=None)).groups())
     reader.paths(group)
     yield from ()
+
+
+def _rl(config: RLRunConfig) -> Checked[None]:
+    """Imports the environment, and compares [rl] with the model and the other tables."""
+    from titan_tree.rl.run import check_without_weights  # takes seconds
+
+    ENVIRONMENTS[config.rl.environment]
+    check_without_weights(config)
+    yield Finding("rl", f"environment {config.rl.environment}")
 
 
 def _checkpoints(config: Config, model: TreeModel | None) -> Checked[None]:

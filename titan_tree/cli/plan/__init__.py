@@ -46,12 +46,13 @@ def run(args: argparse.Namespace) -> None:
     """Runs ``titan-tree plan``. Raises UserError for a wrong configuration, data or arguments."""
     from titan_tree.cli.plan.planner import Planner
     from titan_tree.cli.plan.timing import find_gpu
-    from titan_tree.config.toml import load_config
+    from titan_tree.config import Config
+    from titan_tree.config.toml import COMMANDS, load_tables
 
     gpus = _positive("--gpus", args.gpus)
     groups = None if args.groups is None else _positive("--groups", args.groups)
     gpu = find_gpu(args.gpu)
-    config = load_config(args.config, args.overrides)
+    config = load_tables(Config, args.config, args.overrides, skip=COMMANDS)
     logging.disable(logging.WARNING)  # training shows those that matter
     try:
         plan = as_json(Planner(config, gpus, gpu, groups))
