@@ -25,6 +25,7 @@ from titan_tree.rl.rollouts import play
 from titan_tree.rl.sampler import in_daemon
 from titan_tree.rl.server.client import ServerClient, StoppedError
 from titan_tree.rl.server.server_sampler import ServerSampler
+from titan_tree.rl.truncation import Truncation
 from titan_tree.tree.paths import ExpertSizes
 
 STOP = 7
@@ -49,7 +50,7 @@ def server(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
-            assert self.path in ("/v1/completions", "/generate")
+            assert self.path in ("/v1/completions", "/generate", "/inference/v1/generate")
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             request["authorization"] = self.headers["Authorization"]
             with lock:
@@ -269,6 +270,63 @@ def test_sglang_is_asked_through_its_own_endpoint() -> None:
     }
     assert (first["return_logprob"], first["authorization"]) == (True, "Bearer secret")
     assert "return_routed_experts" not in first
+
+
+TRUNCATION = Truncation(top_p=0.9, top_k=20, min_p=0.1)
+MASK = [[3, 5], [STOP]]
+
+
+def masked(api: str, mask: Any = MASK, logprobs: Any = (-0.25, 0.0)) -> dict[str, Any]:
+    """Returns an answer with the ids that sampling kept."""
+    if api == "sglang":
+        fields = {"output_token_sampling_mask": mask, "output_token_sampling_logprobs": list(logprobs)}
+        return generated([5, STOP], [-7.0, -7.0], **fields)
+    answer = turn([5, STOP])
+    content = [{"token_id": 5, "logprob": logprob, "top_logprobs": []} for logprob in logprobs]
+    answer["choices"][0] |= {"logprobs": {"content": content}, "sampling_mask": mask}
+    return answer
+
+
+@pytest.mark.parametrize("api", ["sglang", "vllm"])
+def test_servers_that_truncate_return_what_they_kept(api: Any) -> None:
+    with server(lambda request, number: masked(api)) as (url, requests):
+        sampler = ServerSampler(url, "m", api=api, truncation=TRUNCATION)
+        (completion,) = sampler.sample([[1, 2]], [5], STOP, [0])
+    assert completion.sampling_mask == MASK
+    assert completion.logprobs == [-0.25, 0.0]
+    assert sampler.protocol.sampling_path == {"vllm": "/inference/v1/generate", "sglang": "/generate"}[api]
+    (request,) = requests
+    settings = request["sampling_params"]
+    assert [settings[name] for name in ("top_p", "top_k", "min_p", "temperature")] == [0.9, 20, 0.1, 1.0]
+    assert settings["stop_token_ids"] == [STOP]
+    if api == "sglang":
+        assert request["return_sampling_mask"] is True
+    else:
+        assert (request["model"], request["token_ids"]) == ("m", [1, 2])
+        assert (settings["logprobs"], settings["n"], settings["max_tokens"]) == (1, 1, 5)
+
+
+@pytest.mark.parametrize("api", ["sglang", "vllm"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mask": None}, "expected a sampling mask of 2 tokens, got None; start vLLM with --return-s"),
+        ({"mask": [[5]]}, r"expected a sampling mask of 2 tokens, got \[\[5\]\]; start vLLM"),
+        ({"mask": [[3, 4], [STOP]]}, r"sampling mask: expected the sampled id 5 among .* got \[3, 4\]; use"),
+        ({"mask": [[5, "6"], [STOP]]}, "lists of integers as sampling mask, at least 0, got '6'"),
+        ({"logprobs": (-0.25, -0.5)}, "0 for its only id, got -0.5; start vLLM with --logprobs-mode"),
+    ],
+)
+def test_wrong_sampling_masks_are_reported(api: Any, changes: dict[str, Any], message: str) -> None:
+    with server(lambda request, number: masked(api, **changes)) as (url, requests):
+        with pytest.raises(UserError, match=message):
+            ServerSampler(url, "m", api=api, truncation=TRUNCATION).sample([[1]], [5], STOP, [0])
+        assert len(requests) == 1
+
+
+def test_truncation_by_a_server_needs_a_bound() -> None:
+    with pytest.raises(UserError, match=r"rl.top_k: expected at least 1 with rl.top_p or .* got 0; set it"):
+        ServerSampler("http://127.0.0.1:1", api="sglang", truncation=Truncation(top_p=0.9))
 
 
 def test_sglang_may_end_a_turn_with_another_end_of_text_token() -> None:

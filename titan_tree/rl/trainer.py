@@ -379,9 +379,9 @@ def check_settings(config: RLRunConfig, sampler: Sampler | None = None) -> None:
             "rl.server.url: expected none together with a sampler that Python code gives; remove one"
         )
     truncation = Truncation.of(rl)
-    if truncation.is_on and (rl.server.url is not None or sampler is not None):
+    if truncation.is_on and sampler is not None:
         raise UserError(
-            "rl.top_p, rl.top_k and rl.min_p: expected 1, 0 and 0 with a server or a sampler of your own, "
+            "rl.top_p, rl.top_k and rl.min_p: expected 1, 0 and 0 with a sampler that Python code gives, "
             f"got {', '.join(map(str, truncation))}; remove them"
         )
     if rl.async_steps and rl.server.url is None and not isinstance(sampler, RemoteSampler):

@@ -8,6 +8,7 @@ Both protocols have the same attributes and methods:
 
     model             name under which vLLM serves the model
     has_experts       whether answers must contain the experts of tokens
+    truncation        which ids the server keeps; if not all, answers must contain them
     adapter           name of the adapter that requests ask for. None: they ask for the model itself
     sampling_path     path of requests that sample
     version_paths     paths under which releases of the software report the version of their weights
@@ -36,11 +37,15 @@ from titan_tree.errors import UserError, shorten
 from titan_tree.rl.sampler import Completion
 from titan_tree.rl.server.broadcast import SGLangBroadcast, VLLMBroadcast
 from titan_tree.rl.server.client import Json, ServerClient
+from titan_tree.rl.truncation import ALL_IDS, Truncation
 from titan_tree.tree.path_fields import MAX_LOGPROB, MAX_NUMBER
 from titan_tree.tree.paths import ExpertSizes
 
-# The whole vocabulary at temperature 1. Some models' generation_config.json sets other defaults.
-UNTRUNCATED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+
+def sampling_settings(truncation: Truncation) -> Json:
+    """Returns all settings at temperature 1. Some models' generation_config.json sets other defaults."""
+    kept = {"top_p": truncation.top_p, "top_k": truncation.top_k or -1, "min_p": truncation.min_p}
+    return {"temperature": 1.0, "repetition_penalty": 1.0} | kept
 
 
 class Answer(NamedTuple):
@@ -55,6 +60,7 @@ class Answer(NamedTuple):
         num_read: number of tokens of the context that the server has counted, or None.
         read: ids of the context that the server has read, or None if the answer does not repeat them.
         repeated: ids of the turn in another field, or None.
+        mask: for each token the ids that the server kept, or None if the answer has none.
     """
 
     tokens: Json
@@ -67,9 +73,15 @@ class Answer(NamedTuple):
     num_read: Json = None
     read: Json = None
     repeated: Json = None
+    mask: Json = None
 
     def completion(
-        self, prompt: Sequence[int], limit: int, stop: int, experts: ExpertSizes | None
+        self,
+        prompt: Sequence[int],
+        limit: int,
+        stop: int,
+        experts: ExpertSizes | None,
+        is_truncated: bool,
     ) -> Completion:
         """Returns the turn.
 
@@ -78,9 +90,10 @@ class Answer(NamedTuple):
             limit: maximum number of tokens of the turn.
             stop: the id that ends a turn.
             experts: sizes of the model whose experts the answer must contain. None: experts are not recorded.
+            is_truncated: whether the answer must contain the ids that the server kept.
 
         Raises:
-            UserError: tokens, log-probs and experts do not form one whole turn.
+            UserError: tokens, log-probs, experts and kept ids do not form one whole turn.
         """
         tokens, logprobs = self.tokens, self.logprobs
         _check_all(tokens, (int,), 0, 2**31 - 1, "integer token_ids, at least 0")
@@ -114,7 +127,30 @@ class Answer(NamedTuple):
                 "the server without other stop tokens, for example with --generation-config vllm"
             )
         recorded = None if experts is None else self._recorded_experts(len(prompt) + size, experts)
-        return Completion(tokens, [float(logprob) for logprob in logprobs], recorded)
+        mask = self._checked_mask() if is_truncated else None
+        return Completion(tokens, [float(logprob) for logprob in logprobs], recorded, mask)
+
+    def _checked_mask(self) -> list[list[int]]:
+        """Returns the ids that the server kept for each token."""
+        mask = self.mask if isinstance(self.mask, list) else []
+        if len(mask) != len(self.tokens):
+            raise UserError(
+                f"expected a sampling mask of {len(self.tokens)} tokens, got {shorten(self.mask)}; start "
+                "vLLM with --return-sampling-mask, or use a version of SGLang that knows return_sampling_mask"
+            )
+        for token, ids, logprob in zip(self.tokens, mask, self.logprobs, strict=True):
+            _check_all(ids, (int,), 0, 2**31 - 1, "lists of integers as sampling mask, at least 0")
+            if token not in ids:
+                raise UserError(
+                    f"sampling mask: expected the sampled id {token} among the ids that sampling kept, got "
+                    f"{shorten(ids)}; use another version of the server"
+                )
+            if len(ids) == 1 and logprob < -MAX_LOGPROB:
+                raise UserError(
+                    f"expected log-probs over the sampling mask, which are 0 for its only id, got {logprob}; "
+                    "start vLLM with --logprobs-mode processed_logprobs"
+                )
+        return mask
 
     def _recorded_experts(self, length: int, sizes: ExpertSizes) -> np.ndarray:
         """Returns the experts of the first ``length`` - 1 tokens. The model has not read the last token.
@@ -150,6 +186,7 @@ class SGLang:
 
     model: str
     has_experts: bool
+    truncation: Truncation = ALL_IDS
     adapter: str | None = None
 
     sampling_path = "/generate"
@@ -161,9 +198,11 @@ class SGLang:
         limits = {"max_new_tokens": limit, "stop_token_ids": [stop], "skip_special_tokens": False}
         request = {
             "input_ids": list(context),
-            "sampling_params": UNTRUNCATED | limits | {"sampling_seed": seed},
+            "sampling_params": sampling_settings(self.truncation) | limits | {"sampling_seed": seed},
             "return_logprob": True,
         }
+        if self.truncation.is_on:
+            request["return_sampling_mask"] = True
         if self.adapter is not None:
             request["lora_path"] = self.adapter
         if self.has_experts:
@@ -189,7 +228,10 @@ class SGLang:
         is_stopped = isinstance(finish, dict) and finish.get("type") == "stop"
         return Answer(
             tokens=[token for _, token in pairs],
-            logprobs=[logprob for logprob, _ in pairs],
+            # Those in output_token_logprobs are over the whole vocabulary.
+            logprobs=info.get("output_token_sampling_logprobs")
+            if self.truncation.is_on
+            else [logprob for logprob, _ in pairs],
             num_tokens=size,
             finish=finish,
             experts=experts,
@@ -197,6 +239,7 @@ class SGLang:
             version=info.get("weight_version"),
             num_read=info.get("prompt_tokens"),
             repeated=answer.get("output_ids"),
+            mask=info.get("output_token_sampling_mask"),
         )
 
     def pause(self, client: ServerClient, version: str) -> None:
@@ -216,30 +259,29 @@ class VLLM:
     """The protocol of vLLM, which samples through OpenAI's completions API with vLLM's fields.
 
     OpenAI's own API has no token ids in its answers. The field return_token_ids adds them. SGLang knows this
-    field, too.
+    field, too. Sampling masks come from vLLM's own endpoint /inference/v1/generate alone
+    (docs/features/sampling_mask.md of its repository).
     """
 
     model: str
     has_experts: bool
+    truncation: Truncation = ALL_IDS
     adapter: str | None = None
 
-    sampling_path = "/v1/completions"
     version_paths = ("/weight_info",)
     adapters_path = "/v1"
     broadcast = VLLMBroadcast
 
+    @property
+    def sampling_path(self) -> str:
+        return "/inference/v1/generate" if self.truncation.is_on else "/v1/completions"
+
     def sampling_request(self, context: Sequence[int], limit: int, stop: int, seed: int) -> Json:
-        return {
-            **UNTRUNCATED,
-            "model": self.adapter or self.model,
-            "prompt": list(context),
-            "max_tokens": limit,
-            "n": 1,
-            "logprobs": 1,
-            "seed": seed,
-            "stop_token_ids": [stop],
-            "return_token_ids": True,
-        }
+        model, settings = {"model": self.adapter or self.model}, sampling_settings(self.truncation)
+        settings |= {"max_tokens": limit, "n": 1, "logprobs": 1, "seed": seed, "stop_token_ids": [stop]}
+        if self.truncation.is_on:
+            return model | {"token_ids": list(context), "sampling_params": settings}
+        return model | settings | {"prompt": list(context), "return_token_ids": True}
 
     def read(self, answer: Json) -> Answer:
         """Reads an answer.
@@ -249,13 +291,17 @@ class VLLM:
         """
         try:
             (choice,) = answer["choices"]
-            tokens, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            tokens, logprobs = choice["token_ids"], choice["logprobs"]
+            if self.truncation.is_on:
+                logprobs = [token["logprob"] for token in logprobs["content"]]
+            else:
+                logprobs = logprobs["token_logprobs"]
             size, finish = answer["usage"]["completion_tokens"], choice["finish_reason"]
         except (KeyError, TypeError, ValueError):
             raise UserError(
-                "expected one choice with token_ids, logprobs.token_logprobs and finish_reason, and "
+                "expected one choice with token_ids, logprobs and finish_reason, and "
                 f"usage.completion_tokens, got {shorten(answer)}; use a version of vLLM or SGLang that knows "
-                "return_token_ids"
+                f"{'sampling_mask' if self.truncation.is_on else 'return_token_ids'}"
             ) from None
         encoded, experts = choice.get("routed_experts") if self.has_experts else None, None
         try:
@@ -277,7 +323,14 @@ class VLLM:
                 "prompt_token_ids: expected one list, got two that differ; use another version of vLLM"
             )
         return Answer(
-            tokens, logprobs, size, finish, experts, num_read=num_read, read=reads[0] if reads else None
+            tokens,
+            logprobs,
+            size,
+            finish,
+            experts,
+            num_read=num_read,
+            read=reads[0] if reads else None,
+            mask=choice.get("sampling_mask"),
         )
 
     def pause(self, client: ServerClient, version: str) -> None:

@@ -26,12 +26,13 @@ from titan_tree.rl.sampler import Completion
 from titan_tree.rl.server.broadcast import SGLangBroadcast, VLLMBroadcast
 from titan_tree.rl.server.client import LARGEST_ANSWER, ServerClient, StoppedError
 from titan_tree.rl.server.protocols import PROTOCOLS
+from titan_tree.rl.truncation import ALL_IDS, Truncation
 from titan_tree.tree.paths import ExpertSizes
 
 logger = logging.getLogger(__name__)
 
-# Bounds of an answer: bytes for the text, the id and the log-probs of a token, and for the id of an expert.
-TOKEN_BYTES, EXPERT_BYTES = 1024, 16
+# Bounds of an answer: bytes for the text, the id and the log-probs of a token, and for every other id.
+TOKEN_BYTES, ID_BYTES = 1024, 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +57,9 @@ class ServerSampler:
     """Samples each turn with a request of its own. Every context gets its turn, or an error ends the run.
 
     Failed requests are sent again with the same seed, see ``ServerClient``. The server must report log-probs
-    at temperature 1 without truncation. SGLang does so by default, and vLLM in the logprobs modes
-    "raw_logprobs" and "processed_logprobs".
+    at temperature 1. SGLang does so by default, and vLLM in the logprobs modes "raw_logprobs" and
+    "processed_logprobs". With ``truncation``, they must be those over the kept ids: vLLM's are in the second
+    mode only.
 
     Args:
         url: address of the server, such as "http://localhost:8000", or of several servers. Contexts that
@@ -66,6 +68,7 @@ class ServerSampler:
         api_key: the key that is sent as a bearer token, see ``ServerClient``.
         push: how the trained weights are sent to the server. None: the server keeps its own.
         experts: sizes of the model whose experts to record. None: experts are not recorded.
+        truncation: which ids the server keeps. It must return them, so ``top_k`` must bound their number.
         settings: other keys of the table [rl.server], see ``ServerConfig``.
 
     Raises:
@@ -80,13 +83,19 @@ class ServerSampler:
         *,
         push: PushSettings | None = None,
         experts: ExpertSizes | None = None,
+        truncation: Truncation = ALL_IDS,
         **settings: Any,
     ) -> None:
         self.config = config = ServerConfig(url=url, model=model, **settings)
         urls = [url] if isinstance(url, str) else url
         self.clients = [ServerClient(url, config, api_key) for url in urls]
-        self.protocol = PROTOCOLS[config.api](model, has_experts=experts is not None)
-        self.push, self.experts = push, experts
+        self.protocol = PROTOCOLS[config.api](model, has_experts=experts is not None, truncation=truncation)
+        if truncation.is_on and not truncation.top_k:
+            raise UserError(
+                "rl.top_k: expected at least 1 with rl.top_p or rl.min_p and a server, whose answers hold "
+                "all ids that it keeps, got 0; set it, for example to 512"
+            )
+        self.push, self.experts, self.truncation = push, experts, truncation
         self._broadcasts: list[SGLangBroadcast | VLLMBroadcast] = []  # one per server
         if push is not None and config.weights == "broadcast":
             self._broadcasts = [
@@ -196,7 +205,7 @@ class ServerSampler:
         content = client.post(self.protocol.sampling_path, request, self._largest(len(context) + limit))
         try:
             answer = self.protocol.read(content)
-            completion = answer.completion(context, limit, stop, self.experts)
+            completion = answer.completion(context, limit, stop, self.experts, self.truncation.is_on)
         except UserError as error:
             raise UserError(f"{client.url}: {error}") from None
         self._check_version(client, answer.version)
@@ -204,8 +213,8 @@ class ServerSampler:
 
     def _largest(self, num_tokens: int) -> int:
         """Returns the maximum number of bytes of an answer about so many tokens."""
-        ids = self.experts.num_layers * self.experts.top_k if self.experts else 0
-        return LARGEST_ANSWER + num_tokens * (TOKEN_BYTES + EXPERT_BYTES * ids)
+        ids = self.truncation.top_k + (self.experts.num_layers * self.experts.top_k if self.experts else 0)
+        return LARGEST_ANSWER + num_tokens * (TOKEN_BYTES + ID_BYTES * ids)
 
     def _push_weights(
         self, model: TreeModel, weights: Mapping[str, Tensor] | None, version: str, push: PushSettings
@@ -300,7 +309,8 @@ def build_server_sampler(config: RLRunConfig, model: TreeModel, run: str) -> Ser
         source=config.model.hf_path,
     )
     experts = model.experts.sizes if replays and model.experts else None
-    return ServerSampler(**asdict(table), push=push, experts=experts)
+    truncation = Truncation.of(config.rl)
+    return ServerSampler(**asdict(table), push=push, experts=experts, truncation=truncation)
 
 
 def _emptied(folder: Path) -> Path:
