@@ -164,9 +164,12 @@ def test_paths_that_count_a_token_in_different_distributions_have_an_edge_each()
     assert [sorted(kept[edge]) for edge in by_path] == [[3, 7], [3, 7], [], [3, 7], [3, 7]]
     (merged,) = TreeBatch.from_plan(one_pass(tree), "loss", merges_pairs=True)
     assert merged.pairs.loss_mask[merged.pairs.edge.argsort()].sort().values.tolist() == [1, 2, 2]
-    for rank in range(2):  # rank 0 has the tokens 1 and 2, and all edges begin there
-        shard = TokenShard(rank, 2).of(batch)
-        assert shard.edge_support.tolist() == (batch.edge_support.tolist() if rank == 0 else [[], []])
+    first, second, third = (TokenShard(rank, 3).of(batch) for rank in range(3))
+    assert (len(first.edge_label), first.edge_support.tolist()) == (1, [[], []])
+    edge, token = batch.edge_support  # all of them begin at the token of the second rank
+    assert (second.edge_number - 1).tolist() == [0, 1, 2]
+    assert second.edge_support.tolist() == [(edge - 1).tolist(), token.tolist()]
+    assert third.edge_support.tolist() == [[], []]
 
 
 def test_scores_are_those_of_the_masks(models):

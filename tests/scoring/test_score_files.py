@@ -224,7 +224,7 @@ def on_two_ranks(rank, ports, folder):
     with as_rank(rank, 2, ports[1]):  # both ranks score each tree together
         options = {"parallel__sequence_parallel": 2, "data__global_batch_groups": 3, "data__max_tokens": 8}
         score(folder, "shared.jsonl", **options)
-    with as_rank(rank, 2, ports[2]), pytest.raises(UserError, match="temperature: expected 1, as in path"):
+    with as_rank(rank, 2, ports[2]), pytest.raises(UserError, match="old_logprobs: expected none, because"):
         score(folder, "wrong.jsonl", data__files=folder / "wrong.jsonl.data")  # the group of rank 1
 
 
@@ -238,7 +238,7 @@ def test_two_ranks_write_the_file_of_one(tmp_path):
             row = {"tokens": path.tokens.tolist(), "loss_mask": path.loss_mask.tolist(), "reward": 1}
             file.write(json.dumps({"group_id": "large", **row}) + "\n")
     config(tmp_path)  # writes the configuration that both ranks read
-    wrong = [{"group_id": i, "tokens": [1, 2], "temperature": t} for i, t in ((0, 1), (1, 1), (1, 2))]
+    wrong = [{"tokens": [1, 2]}, {"tokens": [1, 2], "old_logprobs": [0, -1]}]
     (tmp_path / "wrong.jsonl.data").write_text("".join(json.dumps(row) + "\n" for row in wrong))
     run_ranks(on_two_ranks, 2, tmp_path, num_groups=3)
     score(tmp_path, "one.jsonl", routed_experts=True, **SMALL["qwen3_moe"])
