@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.cases import for_each, slow_except
+from tests.support.cases import exhaustive, for_each, slow_except
 from tests.support.layouts import (
     SMALL,
     ancestor_mask,
@@ -68,7 +68,11 @@ def assert_exact(
         assert error < tolerance, f"{name}: {error:.1e}"
 
 
-@pytest.mark.parametrize("name", slow_except(("branch at a block edge", "1-token nodes"), SMALL))
+EVERYDAY = ("branch at a block edge", "1-token nodes")
+COVERED = ("chain of 5", "chain of 300", "roots of 1")  # other trees have the same parts
+
+
+@pytest.mark.parametrize("name", slow_except(EVERYDAY, exhaustive(COVERED, SMALL)))
 def test_triton_equals_definition(name):
     assert_exact(SMALL[name], heads=(1, 1))
 
@@ -85,13 +89,17 @@ def test_grouped_query_heads_equal_definition():
 HEAD_DIMS = [(32, 32), (64, 64), (128, 128), (80, 80), (192, 128)]
 
 
-@pytest.mark.parametrize(("dim", "dim_v"), slow_except([(64, 64)], HEAD_DIMS))
+@pytest.mark.parametrize(
+    ("dim", "dim_v"), slow_except([(64, 64)], exhaustive([(32, 32), (128, 128)], HEAD_DIMS))
+)
 def test_head_dims_equal_definition(dim, dim_v):
     """Tiles of head dims that are no power of two are padded. The heads next to them must not leak in."""
     assert_exact([(-1, 40), (0, 30), (0, 20)], dim=dim, dim_v=dim_v)
 
 
-@pytest.mark.parametrize("kind", slow_except(["between"], ["front", "between", "nearly all"]))
+@pytest.mark.parametrize(
+    "kind", slow_except(["between"], exhaustive(["nearly all"], ["front", "between", "nearly all"]))
+)
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_keys_that_are_not_queries_equal_definition(kind, backend):
     nodes = random_nodes(3, 20, 5, 20, roots=0.0)
