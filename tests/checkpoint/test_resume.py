@@ -247,7 +247,7 @@ def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, checkpoint__interval=2)
     fork = multiprocessing.get_context("fork")
     is_held = fork.Event()
-    holder = fork.Process(target=hold_lock, args=(Path(config.folder), is_held))
+    holder = fork.Process(target=hold_lock, args=(Path(config.folder), is_held), daemon=True)
     holder.start()
     assert is_held.wait(60)
     with pytest.raises(UserError, match=rf"another run uses this folder \(process {holder.pid} on"):
