@@ -55,8 +55,8 @@ CASES: dict[str, tuple[list[tuple[int, int, int]], dict[str, Any]]] = {
     # Some micro-batches are cut, others are not, and one rank has none. All ranks score first if one must.
     "four, whole paths": (FOUR, {"data__max_tokens": 40, **RECOMPUTE, **EXPERTS, **WHOLE_PATHS}),
 }
-# Other cases have the same parts.
-COVERED = ("partitions", "recompute", "whole paths", "two by two", "hybrid")
+# Other cases have the same parts; tests/checkpoint/test_reshard.py moves experts between numbers of ranks.
+COVERED = ("partitions", "recompute", "whole paths", "two by two", "hybrid", "resumed by fewer ranks")
 
 
 def square_of_mean(logprobs: Tensor, pairs: PathPairs) -> Tensor:

@@ -132,7 +132,7 @@ def test_a_single_token_gives_every_parameter_a_zero_gradient(models):
         assert torch.equal(parameter.grad, torch.zeros_like(parameter))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_blocks_compile_once_for_all_trees():
     """One full graph serves any number of tokens and branches, with the same numbers."""
     model = tree_model(hf_model(tied=True), "reference")

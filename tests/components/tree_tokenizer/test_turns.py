@@ -76,9 +76,9 @@ def read_tasks(file: Path) -> Iterator[dict]:
 
 @pytest.mark.slow
 def test_random_conversations_have_the_same_samples_under_every_template():
-    counts = fuzz(10, seed=0)
-    assert counts["samples"] > 250
-    assert counts["refused"] > 20
+    counts = fuzz(6, seed=0)
+    assert counts["samples"] > 150
+    assert counts["refused"] > 10
 
 
 @pytest.mark.parametrize("template", BUILT_IN)

@@ -108,7 +108,7 @@ def turns_of(name: str, last: bool, max_tasks: int | None = None) -> tuple[int, 
 @pytest.mark.parametrize(
     ("name", "last", "max_tasks", "n_turns"),
     [
-        ("toolbench_dfsdt", False, None, 748),
+        pytest.param("toolbench_dfsdt", False, None, 748, marks=pytest.mark.exhaustive),
         ("webdancer_think", False, None, 210),
         ("tau_airline", True, 10, 69),
     ],
