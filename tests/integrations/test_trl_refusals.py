@@ -47,7 +47,10 @@ REFUSALS: dict[str, tuple[Callable[[Any], Any], str]] = {
         with_attribute("args.activation_offloading", True),
         "activation_offloading: expected none",
     ),
-    "fsdp": (with_attribute("is_fsdp_enabled", True), "is_fsdp_enabled: expected False on trees"),
+    "asynchronous": (
+        with_attribute("rollout_queue", None),
+        "treeify: SFTTrainer: TRL's asynchronous trainers compute on trees by themselves; call train()",
+    ),
     "deepspeed": (with_attribute("is_deepspeed_enabled", True), "is_deepspeed_enabled: expected False"),
     "loss function": (
         with_attribute("compute_loss_func", print),

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 pytest.importorskip("trl")
 
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from datasets import Dataset, disable_progress_bars
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -124,6 +126,24 @@ def arguments(config: type, path: Path, **options: Any) -> Any:
     return config(**common | options)
 
 
+def shard(trainer: Any) -> None:
+    """Makes a trainer shard its model by accelerate's FSDP2, which accelerate leaves out on a CPU."""
+    state = trainer.accelerator.state
+    state.distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Qwen3DecoderLayer"],
+        reshard_after_forward=True,
+    )
+    trainer.is_fsdp_enabled = True
+
+
+def whole(tensor: Any) -> Tensor:
+    """Returns a tensor that may be sharded over ranks."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def run(trainer: Any) -> Run:
     losses: list[float] = []
     logs: list[dict[str, float]] = []
@@ -161,7 +181,7 @@ def run(trainer: Any) -> Run:
     trainer.training_step, trainer.log = recorded_step, recorded_log
     start = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
-    weights = {name: p.detach() for name, p in trainer.model.named_parameters()}
+    weights = {name: whole(p.detach()) for name, p in trainer.model.named_parameters()}
     return Run(trainer, losses, logs[:-1], passes[:-1], rows, weights, start)
 
 
@@ -184,12 +204,14 @@ def grpo(
     tree: dict[str, Any] | None = None,
     rollout: Callable[..., Any] | None = None,
     peft: bool = False,
+    prepare: Callable[[Any], None] = lambda trainer: None,
     **options: Any,
 ) -> Run:
     """Trains with GRPO.
 
     Args:
         tree: the options of ``treeify``; None: the stock trainer.
+        prepare: called with the new trainer.
     """
     set_seed(7)
     extra: dict[str, Any] = {"rollout_func": rollout} if rollout else {}
@@ -205,6 +227,7 @@ def grpo(
     trainer = GRPOTrainer(
         model=model, reward_funcs=reward, args=args, processing_class=tokenizer, train_dataset=data, **extra
     )
+    prepare(trainer)
     if tree is not None:
         treeify(trainer, **tree)
     return run(trainer)

@@ -78,7 +78,7 @@ def treeify(trainer: Any, max_tokens: int | None = None, compile: bool | None = 
     Raises:
         UserError: the trainer has a loss of its own, or the model or a setting cannot be used on trees.
     """
-    _check_trainer(trainer)
+    _check_trainer(trainer, max_tokens)
     if max_tokens is not None and max_tokens < 2:
         raise UserError(f"treeify: max_tokens: expected at least 2, got {max_tokens}")
     checkpointing = trainer.args.gradient_checkpointing_kwargs or {}
@@ -410,7 +410,7 @@ def _reduced(model: Any) -> Iterator[None]:
             model.require_backward_grad_sync = before
 
 
-def _check_trainer(trainer: Any) -> None:
+def _check_trainer(trainer: Any, max_tokens: int | None) -> None:
     """Raises UserError if a setting of the trainer cannot be used on trees."""
 
     def refuse(setting: str, expected: object, got: object, reason: str) -> None:
@@ -418,14 +418,29 @@ def _check_trainer(trainer: Any) -> None:
             f"{type(trainer).__name__}: {setting}: expected {expected} on trees, got {got}: {reason}"
         )
 
+    if hasattr(trainer, "rollout_queue"):
+        raise UserError(
+            f"treeify: {type(trainer).__name__}: TRL's asynchronous trainers compute on trees by themselves; "
+            "call train() without treeify"
+        )
     for name, reason in REFUSED_SETTINGS.items():
         if value := getattr(trainer.args, name, None):
             refuse(name, "none", value, reason)
-    for name in ("is_fsdp_enabled", "is_deepspeed_enabled"):
-        if getattr(trainer, name):
-            refuse(name, False, True, "several ranks need DistributedDataParallel")
+    several_ranks = "several ranks need DistributedDataParallel or FSDP2"
+    if trainer.is_deepspeed_enabled:
+        refuse("is_deepspeed_enabled", False, True, several_ranks)
+    if trainer.is_fsdp_enabled:
+        plugin = trainer.accelerator.state.fsdp_plugin
+        if plugin.fsdp_version != 2:
+            refuse("fsdp_version", 2, plugin.fsdp_version, several_ranks)
+        if hasattr(plugin.cpu_offload, "pin_memory"):  # only CPUOffloadPolicy has it
+            refuse("fsdp cpu_offload", False, True, "it has not been tested")
+        if max_tokens is not None:
+            refuse("max_tokens", None, max_tokens, "with FSDP2, every rank runs its forest in one pass")
+    if any(hasattr(parameter, "device_mesh") for parameter in trainer.model.parameters()):
+        refuse("model", "whole weights", "sharded ones", "call treeify before the model is sharded")
     if (parallelism := trainer.accelerator.parallelism_config) is not None and parallelism.total_size > 1:
-        refuse("parallelism_config", "none", parallelism, "several ranks need DistributedDataParallel")
+        refuse("parallelism_config", "none", parallelism, several_ranks)
     if trainer.accelerator.mixed_precision not in MIXED_PRECISION:
         refuse(
             "mixed precision", "bf16 or none", trainer.accelerator.mixed_precision, "it has not been tested"
