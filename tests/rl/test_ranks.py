@@ -20,6 +20,7 @@ from titan_tree.config.rl import RLRunConfig
 from titan_tree.registry import ENVIRONMENTS
 from titan_tree.rl.run import run
 from titan_tree.rl.trainer import RLTrainer
+from titan_tree.signals import Interrupted
 
 # Columns of metrics.csv that depend on the number of ranks.
 OF_RANKS = {
@@ -125,6 +126,30 @@ def train_killed(rank: int, ports: list[int], folder: Path, *more: str) -> None:
 
         trainer.sample = dying  # type: ignore[method-assign]
         trainer.train()
+
+
+@pytest.mark.exhaustive
+def test_an_error_or_a_signal_of_one_rank_ends_both(tmp_path: Path) -> None:
+    run_ranks(end_early, 2, tmp_path, ZeroDivisionError, "by zero")
+    run_ranks(end_early, 2, tmp_path, Interrupted, "143")
+
+
+def end_early(rank: int, ports: list[int], folder: Path, ending: type[BaseException], message: str) -> None:
+    """Rank 1 ends the run while rank 0 samples for step 2."""
+    with as_rank(rank, 2, ports[0]):
+        trainer = with_short_turns(RLTrainer(config(folder / message, "two tasks")))
+        sample = trainer.sample
+
+        def end(tasks: Sequence[str], number: int) -> Any:
+            if rank == 1 and trainer.progress.step == 1:
+                _ = os.kill(os.getpid(), signal.SIGTERM) if ending is Interrupted else 1 // 0
+            return sample(tasks, number)
+
+        trainer.sample = end  # type: ignore[method-assign]
+        with pytest.raises(ending, match=message):
+            trainer.train()
+        assert trainer.progress.step == 1
+        trainer.close()
 
 
 @pytest.mark.exhaustive
