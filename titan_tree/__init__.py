@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from titan_tree.models.lora.adapters import adapters_off as adapters_off
     from titan_tree.models.lora.peft import load_adapter as load_adapter
     from titan_tree.models.lora.peft import save_adapter as save_adapter
+    from titan_tree.models.plain import PlainModel as PlainModel
     from titan_tree.models.pretrained import load_pretrained as load_pretrained
     from titan_tree.models.pretrained import save_pretrained as save_pretrained
     from titan_tree.run.trainer import Trainer as Trainer
@@ -69,6 +70,7 @@ _MODULES = {  # public name -> the module that defines it
     "adapters_off": "titan_tree.models.lora.adapters",
     "load_adapter": "titan_tree.models.lora.peft",
     "save_adapter": "titan_tree.models.lora.peft",
+    "PlainModel": "titan_tree.models.plain",
     "load_pretrained": "titan_tree.models.pretrained",
     "save_pretrained": "titan_tree.models.pretrained",
     "Trainer": "titan_tree.run.trainer",

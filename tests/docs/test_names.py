@@ -11,14 +11,14 @@ FILE = re.compile(r"(?<![\w./-])(?:[\w-]+/)*[\w-]+\.(?:py|sh|yaml)\b")
 FOLDER = re.compile(r"(?<![\w./-])(?:[\w-]+/)+(?=[\s`])")  # checked where pages draw the tree of files
 CLASS = re.compile(r"`([A-Z]\w*[a-z]\w*)[`(.]")
 ELSEWHERE = {  # names of other projects
-    *("DatasetDict", "GraceTime", "ReadWriteMany", "StatefulDataLoader"),
+    *("DatasetDict", "GraceTime", "ModelSpec", "ReadWriteMany", "StatefulDataLoader"),
     *("ray/rollout.py", "train/generators/base.py", "trainer/ppo/actor.py", "transports/rollouts/types.py"),
     *("script.py", "utils/types.py"),
 }
 
 
 def test_files_and_classes_that_pages_name_exist() -> None:
-    folders = ("titan_tree", "tests", "scripts", "train_configs", "docs")
+    folders = ("titan_tree", "tests", "examples", "scripts", "train_configs", "docs")
     paths = [
         path for folder in folders for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts
     ]

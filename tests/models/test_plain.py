@@ -1,0 +1,72 @@
+"""A module of a user on trees equals the module by itself on each path, in float64."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from examples.own_model import OwnModel
+from tests.support.cases import slow_except
+from tests.support.oracle import flat, path_coefficients, random_groups, relative_error
+from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.engine.tree_step import TreeStep
+from titan_tree.errors import UserError
+from titan_tree.models.plain import PlainModel
+from titan_tree.scoring.score_trees import tree_logprobs
+from titan_tree.tree.token_tree import TokenTree
+
+
+@pytest.fixture
+def module() -> OwnModel:
+    torch.manual_seed(0)
+    return OwnModel().double()
+
+
+def logprobs_alone(module: OwnModel, tokens: list[int]) -> Tensor:
+    ids = torch.as_tensor(tokens).long()
+    return module(ids)[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+
+
+@pytest.mark.parametrize("max_tokens", [None, 5])
+@pytest.mark.parametrize("seed", slow_except((0,), [0, 3]))  # a tree of any shape, and a forest
+def test_a_step_equals_the_module_on_each_path(module: OwnModel, seed: int, max_tokens: int | None) -> None:
+    groups = random_groups(seed, max_length=4)
+    paths = flat(groups)
+    want = module.head.weight.new_zeros(())
+    for path, factors in zip(paths, path_coefficients(paths, "path_mean"), strict=True):
+        want = want - (factors * logprobs_alone(module, path.tokens)).sum()
+    want.backward()
+    gradients = {name: p.grad for name, p in module.named_parameters()}
+    module.zero_grad()
+
+    partitioner = None if max_tokens is None else TreePartitioner("redundancy_free", max_tokens)
+    step = TreeStep(PlainModel(module), TreeLoss("sft"), partitioner=partitioner)
+    result = step.run(step.prepare([[TokenTree.from_paths(group) for group in groups]]))
+    assert (result.counts.gateway_bytes > 0) == (max_tokens is not None)
+    assert relative_error(result.loss, want.detach()) < 1e-7  # the loss is fp32
+    for name, p in module.named_parameters():
+        assert relative_error(p.grad, gradients[name]) < 1e-7, name  # weights of paths are fp32
+
+
+@pytest.mark.parametrize("max_tokens", [None, 6])
+def test_scores_equal_the_module_on_each_path(module: OwnModel, max_tokens: int | None) -> None:
+    lists = [[*range(9), 3], [*range(9), 5, 1, 2], [*range(4), 7, 7]]
+    with torch.no_grad():
+        scores = tree_logprobs(PlainModel(module), lists, max_tokens)
+        for tokens, got in zip(lists, scores, strict=True):
+            assert relative_error(got, logprobs_alone(module, tokens)) < 1e-12
+
+
+def test_what_a_module_lacks_is_named(module: OwnModel) -> None:
+    with pytest.raises(UserError, match=r"^PlainModel: Linear has no hidden_states; define hidden_states\("):
+        PlainModel(nn.Linear(2, 2))
+    with pytest.raises(UserError, match="token id 61 at token 1: expected ids below the model's vocabulary"):
+        tree_logprobs(PlainModel(module), [[0, 61]])
+
+
+def test_costs_are_those_of_matrices_and_calls(module: OwnModel) -> None:
+    """Three linears and the gates of 32 x 96, 32 x 96 and 32 x 4; 2 heads of dim 16."""
+    costs = PlainModel(module).costs()
+    assert costs.flops_per_token == 6 * (2 * 32 * 96 + 32 * 4 + 96 * 4) + 18 * 2 * 16 * 16
+    assert costs.flops_per_visible_pair == 12 * 32
+    assert costs.flops_per_edge == 6 * 61 * 32

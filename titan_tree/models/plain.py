@@ -1,0 +1,214 @@
+"""PlainModel: a user's own module on token trees. It calls a ``TreePass`` where tokens mix.
+
+N tokens, d hidden size, H query or key heads, G value heads, D, K and V head dims, W width of a convolution.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from titan_tree.components.tree_attention import Scoring, TreeAttention
+from titan_tree.components.tree_attention.operator import PLAIN
+from titan_tree.components.tree_gdn import TreeGDN, tree_causal_conv1d
+from titan_tree.errors import UserError
+from titan_tree.models.layers import at_least_fp32
+from titan_tree.models.tree_model import LayersOutput, TreeModel, matrix_flops
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.layout import TreeLayout
+from titan_tree.tree.partition import PAD
+
+
+class Plain(Protocol):
+    """What ``PlainModel`` calls of a module."""
+
+    output_weight: Tensor  # [V, d], the output projection: logits are hidden states times its transpose
+
+    def hidden_states(self, tokens: Tensor, positions: Tensor, tree: TreePass) -> Tensor:
+        """Returns the hidden states [N, d] that ``output_weight`` projects.
+
+        Args:
+            tokens: [N] int64.
+            positions: [N] int32, of each token on its path, for positional embeddings.
+            tree: computes everything that mixes tokens. Each pass must make the same calls in one order.
+        """
+
+
+@dataclass
+class TreePass:
+    """One forward pass of a module over a batch: mixes each token with its ancestors.
+
+    In a partition, each call reads what earlier partitions exported, and exports what later ones need.
+    """
+
+    layout: TreeLayout
+    kernels: tuple[TreeAttention, TreeGDN]
+    gateway: Iterator[Tensor]  # what earlier partitions exported; empty outside of partitions
+    exports: list[Tensor] = field(default_factory=list)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, scoring: Scoring = PLAIN
+    ) -> Tensor:
+        """Returns softmax(scale q k^T) v over the tokens on the path to each query, see ``TreeAttention``.
+
+        Args:
+            q: [N, H, D].
+            k, v: [N, Hkv, D], Hkv a divisor of H.
+        Returns:
+            [N, H, D].
+        """
+        if self.layout.exports is not None:
+            self.exports.append(
+                torch.stack([part.index_select(0, self.layout.exports) for part in (k, v)], 1)
+            )
+        context = next(self.gateway, None)
+        return cast(Tensor, self.kernels[0](q, k, v, self.layout, context, scale, scoring))
+
+    def conv(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Returns the SiLU of a causal depthwise convolution along each path.
+
+        Args:
+            x: [N, C].
+            weight: [C, W].
+        """
+        out, tails = tree_causal_conv1d(x, weight, self.layout, next(self.gateway, None))
+        if tails is not None:
+            self.exports.append(tails)
+        return out
+
+    def delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """Returns the gated delta rule along each path, [N, G, V]. Arguments: see ``TreeGDN``."""
+        out, states = self.kernels[1](q, k, v, g, beta, self.layout, next(self.gateway, None))
+        if states is not None:
+            self.exports.append(states)
+        return cast(Tensor, out)
+
+
+class _Rows(NamedTuple):
+    """What one call of a ``TreePass`` exports after a token."""
+
+    stream: str  # of the gateway cache
+    shape: tuple[int, ...]
+    is_wide: bool = False  # fp32 or wider, instead of the dtype of activations
+
+
+@dataclass
+class _Survey(TreePass):
+    """A pass that computes nothing and records what partitions will export."""
+
+    rows: list[_Rows] = field(default_factory=list)
+    windows: list[int | None] = field(default_factory=list)
+    flops_per_token: int = 0
+    flops_per_pair: int = 0
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, scoring: Scoring = PLAIN
+    ) -> Tensor:
+        if k.shape != v.shape:
+            shapes = f"{list(k.shape)} and {list(v.shape)}"
+            raise UserError(f"TreePass.attention: expected k and v of one shape, got {shapes}")
+        self.rows.append(_Rows("keys", (2, *k.shape[1:])))
+        self.windows.append(scoring.window)
+        self.flops_per_pair += 12 * math.prod(q.shape[1:])
+        return torch.zeros_like(q)
+
+    def conv(self, x: Tensor, weight: Tensor) -> Tensor:
+        self.rows.append(_Rows("states", (weight.shape[1] - 1, weight.shape[0])))
+        return torch.zeros_like(x)
+
+    def delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        self.rows.append(_Rows("states", (*v.shape[1:2], *k.shape[2:], *v.shape[2:]), is_wide=True))
+        self.flops_per_token += 18 * math.prod(self.rows[-1].shape)  # see ``GatedDeltaNet.flops``
+        return torch.zeros_like(v)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainConfig:
+    """The limits that readers of paths check."""
+
+    vocab_size: int
+    max_position_embeddings: int
+
+
+class PlainModel(TreeModel):
+    """A module of your own with the contract of titan_tree's models, on one device.
+
+    Args:
+        module: has ``hidden_states`` and ``output_weight``, see ``Plain``. It keeps its parameters.
+        max_positions: the longest path that the module can read, in tokens.
+        attention, gdn: backends of ``TreeAttention`` and ``TreeGDN``.
+    Raises:
+        UserError: the module lacks one of them.
+    """
+
+    def __init__(
+        self, module: nn.Module, max_positions: int = 2**31 - 1, attention: str = "auto", gdn: str = "auto"
+    ) -> None:
+        for name in ("hidden_states", "output_weight"):
+            if not hasattr(module, name):
+                raise UserError(
+                    f"PlainModel: {type(module).__name__} has no {name}; define hidden_states(tokens, "
+                    "positions, tree) and output_weight (docs/extending.md)"
+                )
+        weight = cast(Plain, module).output_weight
+        limits = PlainConfig(vocab_size=len(weight), max_position_embeddings=max_positions)
+        super().__init__(limits, attention)
+        self.module, self.gdn, self.layers = module, TreeGDN(gdn), nn.ModuleList()
+        tokens = torch.zeros(2, dtype=torch.int64, device=weight.device)
+        positions = torch.arange(2, dtype=torch.int32, device=weight.device)
+        layout = TreeLayout(positions=positions, subtree_end=tokens, key_index=tokens)
+        self.survey = _Survey(layout, (self.attention, self.gdn), iter(()))
+        with torch.no_grad():
+            self.plain.hidden_states(tokens, positions, self.survey)
+        self.cache_streams = [rows.stream for rows in self.survey.rows]
+        self.windows = list(dict.fromkeys(self.survey.windows)) or (None,)
+        self.num_recurrent_layers = sum(rows.is_wide for rows in self.survey.rows)
+
+    @property
+    def plain(self) -> Plain:
+        return cast(Plain, self.module)
+
+    def run_layers(
+        self, batch: TreeBatch, layout: TreeLayout, gateway: Sequence[Tensor], embedding: Tensor
+    ) -> LayersOutput:
+        current = TreePass(layout, (self.attention, self.gdn), iter(gateway))
+        return LayersOutput(
+            self.plain.hidden_states(batch.tokens, layout.positions, current), current.exports
+        )
+
+    def empty_rows(self, x: Tensor) -> list[Tensor]:
+        return [
+            x.new_zeros(PAD, *rows.shape, dtype=at_least_fp32(x) if rows.is_wide else x.dtype)
+            for rows in self.survey.rows
+        ]
+
+    def layer_flops(self, num_tokens: int, num_visible_pairs: int) -> int:
+        """Returns the operations of matrices and of the calls of a ``TreePass``, see ``TreeModel``."""
+        ends = {id(m.weight) for m in self.module.modules() if isinstance(m, nn.Embedding)}
+        ends.add(id(self.plain.output_weight))
+        flops = matrix_flops(p for p in self.module.parameters() if p.ndim == 2 and id(p) not in ends)
+        survey = self.survey
+        return (flops + survey.flops_per_token) * num_tokens + survey.flops_per_pair * num_visible_pairs
+
+    @property
+    def family(self) -> str:
+        return type(self.module).__name__
+
+    @property
+    def last_norm(self) -> nn.Module:
+        """The whole module, which has no parts that are compiled by themselves."""
+        return self.module
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        """The output projection: the module embeds tokens by itself."""
+        return self.plain.output_weight
+
+    @property
+    def output_weight(self) -> None:
+        return None
