@@ -160,11 +160,17 @@ def test_old_logprobs_are_those_of_the_weights_that_sampled(
             url = stack.enter_context(rollout_server(RolloutServer(api, model)))
         own = [*options(url, api, weights=weights), f"rl.async_steps={async_steps}", *more]
         trainer = ran(tiny(tmp_path, *own))
-    assert [float(row["weights_age"]) for row in rows(tmp_path)] == [0, *[async_steps] * 3]
-    for step, by_task in trainer.trained.items():
-        older = max(step - 1 - async_steps, 0)
+    check_logprobs(trainer, [0, *[async_steps] * 3])
+
+
+def check_logprobs(trainer: Recorded, ages: list[int]) -> None:
+    """Checks that the log-probs of each step are those of weights that are so many steps old."""
+    folder = Path(trainer.config.folder)
+    assert [float(row["weights_age"]) for row in rows(folder)][-len(ages) :] == ages
+    for (step, by_task), age in zip(trainer.trained.items(), ages, strict=True):
+        older = step - 1 - age
         errors = {}
-        for version in {older, step - 1, max(step - 2, 0)}:
+        for version in {older, step - 1, step - 2} & trainer.weights.keys():
             trainer.model.load_state_dict(trainer.weights[version])
             errors[version] = max(error(trainer.model, path) for paths in by_task for path in paths)
         assert errors.pop(older) <= 1e-4
