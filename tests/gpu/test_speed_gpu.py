@@ -104,7 +104,7 @@ def scoring(line: str = MODEL, shape: str = "agent-fine", num_tokens: int = 32_2
 def sampling(line: str = MODEL, rollouts: int = 64, prompt: int = 1024, length: int = 64) -> list[float]:
     args = arguments("por", line)
     context = random_tree("chain", prompt, layouts.vocab_size(args)).tokens.tolist()
-    asked = [context] * rollouts, [length] * rollouts, 0, 0  # token 0, the end, is almost never drawn
+    asked = [context] * rollouts, [length] * rollouts, 0, range(rollouts)  # token 0, the end, is rarely drawn
     with process_group() as (mesh, _):
         model = layouts.build(args, args.attention, mesh)
         ours, peer = (partial(sampler(model).sample, *asked) for sampler in (CachedSampler, GenerateSampler))
