@@ -195,6 +195,7 @@ def test_sharded_experts_train_as_one_process(tmp_path: Path, name: str) -> None
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FROZEN)
 def test_parameters_may_be_frozen(gradients: Path, name: str) -> None:
     want = gradients_of_a_cut_tree(partly_frozen_model(name), 0)
@@ -206,6 +207,7 @@ def test_parameters_may_be_frozen(gradients: Path, name: str) -> None:
             torch.testing.assert_close(got[label], gradient, rtol=1e-4, atol=5e-6, msg=label)
 
 
+@pytest.mark.slow
 def test_gradients_of_experts_on_one_rank_are_accumulated_in_fp32(gradients: Path) -> None:
     """Each micro-batch's gradient is rounded to bf16; their sum is not rounded."""
     for rank in range(2):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.support.cases import exhaustive
+from tests.support.cases import exhaustive, slow_except
 from tests.support.oracle import (
     assert_same,
     hybrid_model,
@@ -38,7 +38,7 @@ def moe(tied=True, seed=0):
     return hybrid_model(tied, "Qwen3_5Moe", seed=seed)
 
 
-@pytest.mark.parametrize("seed", exhaustive((0, 1), range(4)))
+@pytest.mark.parametrize("seed", slow_except([2], exhaustive((0, 1), range(4))))
 def test_one_pass_equals_every_path_alone(seed):
     hf = moe(seed % 2 == 0, seed)
     model = tree_model(hf)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.cases import exhaustive, slow_except
+from tests.support.cases import exhaustive
 from tests.support.hf_families import hf_family
 from tests.support.processes import as_rank, run_ranks
 from tests.support.same_run import EXPERTS, assert_same_run
@@ -67,7 +67,8 @@ def train_case(rank: int, ports: list[int], folder: Path, name: str) -> None:
         train(config(folder, name))
 
 
-@pytest.mark.parametrize("name", slow_except(("bfloat16",), exhaustive(COVERED, CASES)))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", exhaustive(COVERED, CASES))
 def test_two_ranks_equal_one(tmp_path: Path, name: str) -> None:
     alone = {"parallel__sequence_parallel": 1, "parallel__expert_parallel": 1}
     many = config(tmp_path / "two", name)  # writes the data before two processes read it
