@@ -1,12 +1,6 @@
 """The interface of loggers, and the group of loggers that a run uses.
 
-A logger of your own is a subclass of Logger, registered before training starts:
-
-    class MyLogger(Logger):
-        def log(self, step, values):
-            send(step, values)
-
-    LOGGERS.register("mine", MyLogger)  # and metrics.loggers = ["console", "mine"]
+A logger of your own is a subclass of Logger, which metrics.loggers names, as "my_package.parts:MyLogger".
 """
 
 from __future__ import annotations
