@@ -10,7 +10,7 @@ from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.integrations.rows import RowLoss, Rows
-from titan_tree.integrations.tree_view import TreeView, row_scores
+from titan_tree.integrations.tree_view import RowForest, TreeView, row_scores
 from titan_tree.models.transformers import TransformersModel
 
 torch.manual_seed(0)
@@ -103,7 +103,7 @@ def test_rows_without_a_scored_token_keep_the_graph(max_tokens: int | None) -> N
     """Distributed wrappers need a backward pass that reaches every parameter on every rank."""
     view = TreeView(hf_family("qwen3"))
     rows = Rows.padded(padded(ROWS), REAL, torch.zeros_like(SCORED))
-    values = row_scores(view, rows, entropy=True, max_tokens=max_tokens)
+    values = row_scores(view, RowForest.make(rows, view, max_tokens), entropy=True)
     (values["logprobs"].sum() + values["entropy"].sum()).backward()
     assert not values["logprobs"].any()
     assert all(p.grad is not None and not p.grad.any() for p in view.parameters())
