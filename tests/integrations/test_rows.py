@@ -82,6 +82,25 @@ def test_row_loss_equals_the_loss_of_every_row_alone(
         assert (p.grad - gradient).norm() <= 1e-5 * gradient.norm()
 
 
+def test_several_outputs_of_a_rollout_share_their_prefixes() -> None:
+    """As verl's agent loops return them, one (prompt, response) per call of the model, all of one rollout."""
+    task, answer, tool, next_answer = [*range(6)], [10, 11, 12], [20, 21], [13, 14, 15]
+    summary, after_summary = [30, 31], [16, 17, 18, 19]  # a compaction keeps the task
+    delegated, reply, more, last_reply = [40, 41, 42, 43], [50, 51], [60], [52, 53]  # a sub-agent
+    calls = [
+        (task, answer),
+        (task + answer + tool, next_answer),
+        (task + summary, after_summary),
+        (delegated, reply),
+        (delegated + reply + more, last_reply),
+    ]
+    ids = torch.tensor([token for prompt, response in calls for token in prompt + response])
+    scored = torch.tensor([i >= len(p) for p, response in calls for i in range(len(p + response))])
+    offsets = torch.tensor([0, *(len(prompt + response) for prompt, response in calls)]).cumsum(0)
+    rows = Rows.jagged(ids, offsets, scored)
+    assert (len(ids), len(rows.tree), len(rows.batch().edge_label)) == (50, 29, 14)
+
+
 def test_jagged_and_padded_rows_return_the_same_values_per_token() -> None:
     hf = hf_family("qwen3")
     want, _ = scores(hf, [1.0] * 4)
