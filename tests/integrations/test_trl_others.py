@@ -23,7 +23,7 @@ from tests.support.trl_runs import (
 
 pytest.importorskip("trl")
 
-from transformers import AutoModelForCausalLM, PrinterCallback
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PrinterCallback
 from trl import DPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
 
 from titan_tree.integrations.hugging_face import treeify
@@ -70,6 +70,28 @@ def test_other_trainers(folder: Path, stock: Callable[[str], Run], name: str, ma
     tree = run(trainer)
     assert_equal(stock(name), tree)
     assert tree.logs[0]["tree/distinct_tokens"] <= tree.logs[0]["tree/row_tokens"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("max_tokens", [None, 30])
+def test_qlora(folder: Path, max_tokens: int | None) -> None:
+    """4 bits of bitsandbytes. TRL's adapters are bf16 then; in fp32, rounding cannot hide an error."""
+    pytest.importorskip("bitsandbytes")
+
+    def make() -> Any:
+        quantization = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+        )
+        options = {"max_steps": 10, "gradient_checkpointing": True}
+        trainer = make_other(SFTTrainer, folder, LORA, quantization, **options)
+        for parameter in trainer.model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        return trainer
+
+    tree = make()
+    treeify(tree, max_tokens)
+    assert_equal(run(make()), run(tree))
 
 
 def test_the_model_generates_and_saves_as_before(folder: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tests.support.trl_runs import make_other, save_model
 pytest.importorskip("trl")
 
 from peft import LoraConfig, PromptTuningConfig
+from transformers import BitsAndBytesConfig
 from trl import SFTTrainer
 
 from titan_tree.errors import UserError
@@ -70,6 +71,13 @@ REFUSALS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "quantized": (
         with_attribute("model.config.quantization_config", {"bits": 4}),
         "expected unquantized weights",
+    ),
+    "8 bits": (
+        with_attribute(
+            "model.config.quantization_config",
+            BitsAndBytesConfig(load_in_8bit=True),
+        ),
+        "load_in_8bit: expected 4 bits on trees",
     ),
     "twice": (
         treeify,

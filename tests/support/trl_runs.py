@@ -179,9 +179,10 @@ def run(trainer: Any) -> Run:
         trainer._generate_and_score_completions = recorded_generate
     trainer.remove_callback(PrinterCallback)
     trainer.training_step, trainer.log = recorded_step, recorded_log
-    start = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    # Quantized weights are bytes.
+    start = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.is_floating_point()}
     trainer.train()
-    weights = {name: whole(p.detach()) for name, p in trainer.model.named_parameters()}
+    weights = {name: whole(p.detach()) for name, p in trainer.model.named_parameters() if name in start}
     return Run(trainer, losses, logs[:-1], passes[:-1], rows, weights, start)
 
 
@@ -264,10 +265,12 @@ PACKED = {"packing": True, "max_length": 64, "per_device_train_batch_size": 2}
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
 
 
-def make_other(cls: type, folder: Path, adapter: Any = None, **options: Any) -> Any:
+def make_other(cls: type, folder: Path, adapter: Any = None, quantization: Any = None, **options: Any) -> Any:
     """Returns a trainer that does not run on trees yet."""
     set_seed(7)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=quantization
+    )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     config, data = CONFIGS[cls]
     extra = {"reward_funcs": reward} if cls is RLOOTrainer else {}

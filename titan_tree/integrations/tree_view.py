@@ -35,6 +35,8 @@ class TreeView(InPlaceModel):
         UserError: the model cannot run on trees, or would no longer generate as before.
     """
 
+    quantization = ("bitsandbytes",)  # in 4 bits, as for QLoRA; only its layers know of it
+
     def __init__(self, model: PreTrainedModel, autocast: torch.dtype | None = None) -> None:
         _check_modules(model)
         super().__init__(model)
@@ -166,7 +168,12 @@ def _leaves(model: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
 def _check_modules(model: PreTrainedModel) -> None:
     """Raises UserError if a module of the model is not what TransformersModel takes it for."""
     name = getattr(model.config, "name_or_path", "") or "model"
-    check_supported(model.config.get_text_config(), name)
+    check_supported(model.config.get_text_config(), name, TreeView.quantization)
+    if getattr(getattr(model.config, "quantization_config", None), "load_in_8bit", False):
+        raise UserError(
+            f"{name}: load_in_8bit: expected 4 bits on trees, because LLM.int8 chooses outliers by all "
+            "tokens of a batch; set load_in_4bit"
+        )
     implementation = model.config._attn_implementation
     if implementation not in NAMES:
         raise UserError(

@@ -7,7 +7,7 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedConfig
 
@@ -85,12 +85,13 @@ LOGIT_CAP = {"gemma2", "gemma3_text", "gemma4_text"}
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # frequencies depend on the longest position
 
 
-def check_supported(config: PreTrainedConfig, where: str) -> None:
+def check_supported(config: PreTrainedConfig, where: str, quantization: Collection[str] = ()) -> None:
     """Raises UserError unless a model with this config is exact on trees.
 
     Args:
         config: the text model's configuration.
         where: the config's source, for the message.
+        quantization: methods of quantization that the caller's layers may have.
     """
     name = config.model_type
     if reason := REASONS.get(name):
@@ -120,7 +121,8 @@ def check_supported(config: PreTrainedConfig, where: str) -> None:
     for field, value in config.to_dict().items():
         if value and any(word in field for word in RANDOM):
             raise UserError(f"{where}: {field}: expected 0 on trees, got {value}; set it to 0")
-    if getattr(config, "quantization_config", None):
+    quantized = getattr(config, "quantization_config", None)
+    if quantized and getattr(quantized, "quant_method", None) not in quantization:
         raise UserError(
             f"{where}: quantization_config: expected unquantized weights; dequantize the model with "
             "transformers and save it"

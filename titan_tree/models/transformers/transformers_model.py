@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,8 @@ class TransformersModel(TreeModel):
             DeltaNet.
     """
 
+    quantization: Collection[str] = ()  # methods of quantization that the layers may have
+
     def __init__(self, model: PreTrainedModel, attention: str = "auto", gdn: str = "auto") -> None:
         text = model.config.get_text_config()
         if text is not model.config:
@@ -69,7 +71,7 @@ class TransformersModel(TreeModel):
                 f"model: {model.config.model_type} is more than a text model, which cannot run on trees; "
                 "save its text model by itself"
             )
-        check_supported(text, getattr(model.config, "name_or_path", "") or "model")
+        check_supported(text, getattr(model.config, "name_or_path", "") or "model", self.quantization)
         sizes = {name: getattr(text, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
         positions = text.max_position_embeddings
         super().__init__(
