@@ -48,10 +48,14 @@ OTHERS: dict[str, tuple[type, dict[str, Any]]] = {
     "DPO, reference ahead": (DPOTrainer, {"precompute_ref_log_probs": True}),
     "KTO": (KTOTrainer, {}),
     "RLOO": (RLOOTrainer, {"num_generations": 4, "max_completion_length": 12, "beta": 0.05}),
+    "RLOO, two iterations, accumulation": (
+        RLOOTrainer,
+        {"num_generations": 4, "max_completion_length": 12, "beta": 0.05, "num_iterations": 2, **ACCUMULATE},
+    ),
 }
 
 
-LONG_TAIL = ("SFT, wrapped", "DPO, reference ahead")
+LONG_TAIL = ("SFT, wrapped", "DPO, reference ahead", "RLOO, two iterations, accumulation")
 
 
 @pytest.fixture(scope="module")
