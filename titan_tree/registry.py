@@ -288,6 +288,7 @@ READERS: Registry[type[Reader]] = Registry(
         "tree": "titan_tree.data.readers.explicit_trees:ExplicitTreeReader",
         "verifiers": "titan_tree.data.readers.traces:VerifiersReader",
         "nemo_gym": "titan_tree.data.readers.traces:NemoGymReader",
+        "agent_lightning": "titan_tree.data.readers.traces:AgentLightningReader",
         "tau_bench": "titan_tree.data.readers.benchmarks:TauBenchReader",
         "tau2_bench": "titan_tree.data.readers.benchmarks:Tau2BenchReader",
         "swe_agent": "titan_tree.data.readers.benchmarks:SweAgentReader",

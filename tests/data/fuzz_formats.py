@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.support import formats
 from tests.support.datasets import sample_reader
 from tests.support.formats import TOKEN_ROWS, Task, write_lines
-from tests.support.traces import GYM, TRACE
+from tests.support.traces import GYM, LIGHTNING, TRACE
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.errors import UserError
 
@@ -72,6 +72,7 @@ def original_rows(folder: Path) -> dict[str, list[Any]]:
         "tree": [*formats.message_trees(tasks), *formats.token_trees(groups)],
         "verifiers": [TRACE],
         "nemo_gym": [GYM],
+        "agent_lightning": [LIGHTNING],
         "tau_bench": [formats.tau_bench(tasks)[:1]],
         "tau2_bench": [formats.tau2_bench(tasks)],
         "swe_agent": [formats.swe_agent(tasks[0]["trajectories"][0])],

@@ -11,7 +11,7 @@ from rich.progress import Progress
 from tests.support import formats
 from tests.support.datasets import REAL_DATA, sample_reader
 from tests.support.formats import Task, write_dataset, write_document, write_lines, write_parquet
-from tests.support.traces import GYM, TRACE
+from tests.support.traces import GYM, LIGHTNING, TRACE
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.readers import DEFAULT_FORMAT, Source, read_records
 from titan_tree.data.token_store import write_store
@@ -154,6 +154,7 @@ def test_every_format_is_recognized_by_one_reader_only(tmp_path):
         "token_rows": {"input_ids": [1, 2], "labels": [-100, 2]},
         "verifiers": TRACE,
         "nemo_gym": GYM,
+        "agent_lightning": LIGHTNING,
     }
     names = [name for name in READERS if name != DEFAULT_FORMAT]
     assert files.keys() <= set(names)  # all formats of titan_tree itself

@@ -8,7 +8,7 @@ import torch
 
 from tests.support.cases import for_each
 from tests.support.datasets import sample_reader
-from tests.support.traces import GYM, TRACE, node
+from tests.support.traces import GYM, LIGHTNING, TRACE, node
 from titan_tree import TreeBatch, TreeLoss
 from titan_tree.errors import UserError
 from titan_tree.tree.token_tree import TokenTree
@@ -116,6 +116,19 @@ def test_the_calls_of_a_nemo_gym_rollout_are_paths_of_one_rollout(tmp_path):
     assert (stats.n_flat, stats.n_leaf, stats.n_tree) == (13, 9, 8)
 
 
+def test_the_triplets_of_an_agent_lightning_rollout_are_paths_of_one_rollout(tmp_path):
+    other = copy.deepcopy(LIGHTNING) | {"rollout_id": "rollout-2", "final_reward": None}
+    other["triplets"][1]["reward"] = 0.25
+    elsewhere = changed(LIGHTNING, "task", "input", to={"question": "!"})
+    ((_, both), (_, one)) = read(write(tmp_path / "r.jsonl", LIGHTNING, elsewhere, other), advantage="loo")
+    assert (len(both), len(one)) == (6, 3)
+    contents = [(p.tokens.tolist(), p.loss_mask.tolist(), listed(p.rollout_logprobs)) for p in both[:3]]
+    assert contents == CALLS
+    assert [path.advantage[-1] for path in both] == [0.5] * 3 + [-0.5] * 3
+    stats = TokenTree.from_paths(both).stats
+    assert (stats.n_flat, stats.n_leaf, stats.n_tree) == (26, 9, 8)
+
+
 def changed(row, *keys, to):
     """Returns a copy of a row in which the member that the keys lead to has another value."""
     row = copy.deepcopy(row)
@@ -175,6 +188,22 @@ SECOND = ("response", "output", 2)
         (
             changed(GYM, "_ng_task_index", to=None),
             "_ng_task_index: missing; it names the group and the rollout",
+        ),
+        (
+            changed(LIGHTNING, "task", to=None),
+            "task: expected input, which names the group; add a group_id to the row",
+        ),
+        (
+            changed(LIGHTNING, "triplets", 1, "response", "logprobs", to=[]),
+            "triplets[1].response.logprobs: expected 1 entries, got 0",
+        ),
+        (
+            changed(LIGHTNING, "triplets", 2, "prompt", "token_ids", to=[]),
+            "triplets[2].prompt.token_ids: no token ids; record the rollouts with a client that returns them",
+        ),
+        (
+            changed(LIGHTNING, "triplets", 0, "prompt", "image_urls", to=["https://a"]),
+            "triplets[0].prompt.image_urls: expected text only",
         ),
         (
             changed(GYM, "response", "output", to=[]),

@@ -1,4 +1,4 @@
-"""One trace of verifiers and one rollout of NeMo Gym, with a compaction and a sub-agent."""
+"""A trace of verifiers, a rollout of NeMo Gym and one of Agent Lightning, each with a compaction."""
 
 
 def node(parent, tokens, logprobs=(), role="user", **fields):
@@ -76,4 +76,28 @@ GYM = {
         ]
     },
     "reward": 0.75,
+}
+
+
+def triplet(prompt, ids, **response):
+    return {
+        "prompt": {"token_ids": prompt, "image_urls": []},
+        "response": {"token_ids": ids, **response},
+        "reward": None,
+        "metadata": {"response_id": "chatcmpl-1", "agent_name": "agent"},
+    }
+
+
+LIGHTNING = {
+    "rollout_id": "rollout-1",
+    "task": {"rollout_id": "rollout-1", "input": {"question": "?"}, "mode": "train"},
+    "final_reward": 0.75,
+    "triplets": [
+        triplet([1, 2], [3, 4], logprobs=[{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -0.25}]),
+        triplet([1, 2, 3, 4, 5], [6], logprobs=[-0.125]),
+        triplet([1, 7], [8], logprobs=[-1.0]),  # after a compaction
+    ],
+    "trace": None,
+    "logs": None,
+    "metadata": {},
 }

@@ -17,7 +17,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 # Columns that may hold JSON text.
-JSON_COLUMNS = ("messages", "tools", "functions", "trajectories", "conversations", "nodes")
+JSON_COLUMNS = ("messages", "tools", "functions", "trajectories", "conversations", "nodes", "triplets")
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 PAIR_COLUMNS = ("chosen", "rejected")
 ANSWER_SCHEMA = (

@@ -1,11 +1,13 @@
-"""Traces of rollouts with token ids: those of verifiers, on which prime-rl trains, and those of NeMo Gym.
+"""Traces of rollouts with token ids: of verifiers, on which prime-rl trains, NeMo Gym and Agent Lightning.
 
 A compaction or a sub-agent branches from the conversation before it. Each branch (verifiers) or model call
-(NeMo Gym) becomes a path of one rollout; the tree holds what they share once.
+(the others) becomes a path of one rollout; the tree holds what they share once.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -68,7 +70,7 @@ NODE_REFUSED = {
     "loss_weights": "losses chosen per token are not supported; remove it",
     "multi_modal_data": "expected text only",
     "routed_experts": "expected none in a file, as verifiers writes it; remove it",
-    "sampling_mask": "log-probs under nucleus sampling are not supported; sample with top_p = 1",
+    "sampling_mask": "expected none, because its form in a trace is not known; sample with top_p = 1",
 }
 TRACE_LEFT_OUT = (
     *("version", "id", "verifiers", "task", "agent", "tools", "nodes", "calls", "mm_token_type_id_map"),
@@ -301,16 +303,75 @@ class NemoGymReader(TraceReader):
                 )
             if call.get("routed_experts"):
                 raise UserError(f"{where}.routed_experts: not supported; remove it")
-            records.append(
-                {
-                    "id": f"call{len(records)}",
-                    "tokens": prompt + ids,
-                    "loss_mask": [0] * len(prompt) + [1] * len(ids),
-                    "rollout_logprobs": [None] * len(prompt) + logprobs,
-                    "temperature": temperature,
-                    "reward": row.get("reward"),
-                }
-            )
+            record = _call(prompt, ids, logprobs, row.get("reward"))
+            records.append(record | {"id": f"call{len(records)}", "temperature": temperature})
         if not records:
             raise UserError(f"response.output: {NO_TOKENS}")
+        return records
+
+
+def _call(prompt: list[Any], ids: list[Any], logprobs: list[Any] | None, reward: object) -> Record:
+    """Returns a model call as a path: its prompt is context, and the ids that it generated are trained."""
+    record = {"tokens": prompt + ids, "loss_mask": [0] * len(prompt) + [1] * len(ids), "reward": reward}
+    if logprobs is not None:
+        record["rollout_logprobs"] = [None] * len(prompt) + logprobs
+    return record
+
+
+class AgentLightningReader(TraceReader):
+    """Reads rollouts of Agent Lightning with their triplets, one rollout per row:
+
+        {"rollout_id", "task": {"input", ...}, "final_reward",
+         "triplets": [{"prompt": {"token_ids", ...}, "response": {"token_ids", "logprobs"?, ...}, "reward"}]}
+
+    A triplet is a model call: its prompt is context, its response is trained. Each call has the reward of its
+    rollout: ``final_reward``, or else the last reward of a triplet. Rollouts whose tasks have equal ``input``
+    form a group. Log-probs are numbers, or objects with ``logprob``, as in OpenAI's ``logprobs.content``.
+
+    Sources, microsoft/agent-lightning: ``RolloutLegacy`` and ``Triplet`` of ``agentlightning/types``,
+    ``adapter/triplet.py`` (0baa3f0). ``model_dump_json`` of such rollouts writes the rows. No file that Agent
+    Lightning wrote was tried.
+    """
+
+    def recognizes_row(self, row: Record) -> bool:
+        return isinstance(row.get("triplets"), list)
+
+    def rollout_id(self, row: Record) -> object:
+        return row.get("rollout_id")
+
+    def task(self, row: Record) -> Record:
+        record = without(row, ("rollout_id", "task", "final_reward", "triplets", "trace", "logs", "metadata"))
+        task = expect(row.get("task") or {}, dict, "task", "an object")
+        if record.get("group_id") is None:
+            if task.get("input") is None:
+                raise UserError("task: expected input, which names the group; add a group_id to the row")
+            text = json.dumps(task["input"], sort_keys=True)
+            record["group_id"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return record | {"id": record.get("id") or row.get("rollout_id")}
+
+    def trajectories(self, row: Record) -> list[Record]:
+        triplets = _objects(row.get("triplets"), "triplets")
+        rewards = [row.get("final_reward"), *(triplet.get("reward") for triplet in reversed(triplets))]
+        reward = next((value for value in rewards if value is not None), None)
+        records = []
+        for index, triplet in enumerate(triplets):
+            sides = []
+            for side in ("prompt", "response"):
+                where = f"triplets[{index}].{side}"
+                fields = expect(triplet.get(side), dict, where, "an object with token_ids")
+                if fields.get("image_urls"):
+                    raise UserError(f"{where}.image_urls: expected text only")
+                ids = expect(fields.get("token_ids"), list, f"{where}.token_ids", "a list")
+                if not ids:
+                    raise UserError(f"{where}.token_ids: {NO_TOKENS}")
+                sides.append((fields, ids))
+            (_, prompt), (response, ids) = sides
+            if (logprobs := response.get("logprobs")) is not None:
+                logprobs = expect(logprobs, list, f"{where}.logprobs", "a list")
+                logprobs = [x.get("logprob") if isinstance(x, dict) else x for x in logprobs]
+                if len(logprobs) != len(ids):
+                    raise UserError(f"{where}.logprobs: expected {len(ids)} entries, got {len(logprobs)}")
+            records.append(_call(prompt, ids, logprobs, reward) | {"id": f"call{index}"})
+        if not records:
+            raise UserError(f"triplets: {NO_TOKENS}")
         return records
