@@ -1,6 +1,6 @@
 """A model of your own that runs on token trees: one layer of attention, one of Gated DeltaNet.
 
-Where tokens mix, it calls ``tree``. Without a tree, plain PyTorch computes the same for a single sequence.
+It calls ``tree`` wherever tokens mix. ``Sequence`` computes the same for one sequence, in plain PyTorch.
 """
 
 import torch
@@ -12,7 +12,7 @@ K = D // H  # head dim
 
 
 class Sequence:
-    """What ``tree`` computes, for one sequence."""
+    """Replaces ``tree`` for one sequence. Arguments and results: see ``titan_tree.models.plain.TreePass``."""
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
@@ -35,6 +35,8 @@ class Sequence:
 
 
 class OwnModel(nn.Module):
+    """Has what ``PlainModel`` needs: ``hidden_states`` and ``output_weight``."""
+
     def __init__(self, vocab_size: int = 61, max_positions: int = 64) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocab_size, D), nn.Embedding(max_positions, D)
@@ -49,6 +51,7 @@ class OwnModel(nn.Module):
         return self.head.weight
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, tree) -> Tensor:
+        """Returns the hidden states [N, D] of N tokens. ``tree`` mixes each token with its ancestors."""
         x = self.tokens(tokens) + self.positions(positions)
         q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, H, K)).unbind(1)
         x = x + tree.attention(q, k, v).flatten(1)

@@ -92,8 +92,8 @@ class ServerSampler:
         self.protocol = PROTOCOLS[config.api](model, has_experts=experts is not None, truncation=truncation)
         if truncation.is_on and not truncation.top_k:
             raise UserError(
-                "rl.top_k: expected at least 1 with rl.top_p or rl.min_p and a server, whose answers hold "
-                "all ids that it keeps, got 0; set it, for example to 512"
+                "rl.top_k: expected at least 1 with rl.top_p or rl.min_p and a server, to bound the size of "
+                "its answers, got 0; set it, for example to 512"
             )
         self.push, self.experts, self.truncation = push, experts, truncation
         self._broadcasts: list[SGLangBroadcast | VLLMBroadcast] = []  # one per server
