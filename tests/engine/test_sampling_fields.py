@@ -129,6 +129,14 @@ def test_without_temperatures_batches_have_none():
     assert TreeBatch.from_trees([TokenTree.from_paths([TokenPath([1, 2])])]).edge_temperature is None
 
 
+@pytest.mark.parametrize("tokens", [[1], [1, 2]])
+def test_trees_without_counted_tokens_may_have_several_temperatures(tokens):
+    paths = [TokenPath(tokens, loss_mask=[0] * len(tokens), temperature=value) for value in (0.5, 1.0)]
+    for edges, size in (("all", len(tokens) - 1), ("loss", 0)):
+        batch = TreeBatch.from_trees([TokenTree.from_paths(paths)], edges)
+        assert (len(batch.edge_label), len(batch.pairs.edge)) == (size, 2 * size)
+
+
 def test_the_paths_that_count_an_edge_decide_its_temperature():
     counted = TokenPath([1, 2, 3], loss_mask=[0, 0, 1], temperature=0.5, id="a")
     context = TokenPath([1, 2, 3, 4], loss_mask=[0, 0, 0, 1], temperature=2.0, id="b")

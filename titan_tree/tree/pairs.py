@@ -182,7 +182,7 @@ def _edges(
     # not count have the edge of this pair.
     first = _first_pairs(label, is_counted, len(tree))
     distribution = np.where(is_counted, distribution, distribution[first[label]])
-    keys, edge = np.unique(label * (distribution.max() + 1) + distribution, return_inverse=True)
+    keys, edge = np.unique(label * (distribution.max(initial=0) + 1) + distribution, return_inverse=True)
     first = _first_pairs(edge, is_counted, len(keys))
     edge_mask = None if mask is None else mask.of_tokens(index[first])
     return TreeEdges(label[first].astype(np.int64), by_path[path[first]], edge_mask), edge
