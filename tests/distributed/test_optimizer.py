@@ -249,15 +249,20 @@ def test_adamw_continues_a_run_of_torch(update: str, monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(mine - old.to(device), other - old.to(device), rtol=1e-5, atol=1e-7)
 
 
-def test_adamw_leaves_amsgrad_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_adamw_leaves_some_options_to_torch(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's step, which torch wraps for its own instances, must not run hooks once more."""
     monkeypatch.setattr(adamw, "_has_kernel", lambda weight: True)
     weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
-    for cls, weight in zip((AdamW, torch.optim.AdamW), weights, strict=True):
-        optimizer = cls([weight], lr=0.1, amsgrad=True, fused=True)
+    steps: list[type] = []
+    for cls, weight in zip((torch.optim.AdamW, AdamW), weights, strict=True):
+        optimizer = cls([weight], lr=0.1, fused=True, **{option: True})
+        optimizer.register_step_post_hook(lambda optimizer, *_: steps.append(type(optimizer)))
         for scale in (1.0, 0.01):
             weight.grad = scale * torch.ones(3)
             optimizer.step()
     assert torch.equal(*weights)
+    assert steps == [torch.optim.AdamW] * 2 + [AdamW] * 2
 
 
 def test_a_closure_runs_before_the_update() -> None:

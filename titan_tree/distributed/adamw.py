@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -92,19 +93,21 @@ class AdamW(KernelAdamW, torch.optim.AdamW):
     """torch's AdamW with the same options and states, which updates weights on a GPU by ``adamw_``.
 
     torch's fused kernel also writes clipped gradients back, and needs them in the dtype of the weights. It
-    still updates weights on a CPU, and all weights if ``amsgrad`` is true.
+    still updates weights on a CPU, and all weights if ``amsgrad`` or ``maximize`` is true.
     """
 
     def _update(self) -> None:
         weights = [weight for group in self.param_groups for weight in group["params"]]
-        is_fused = all(group["fused"] and not group["amsgrad"] for group in self.param_groups)
+        is_fused = all(
+            group["fused"] and not (group["amsgrad"] or group["maximize"]) for group in self.param_groups
+        )
         if is_fused and all(map(_has_kernel, weights)):
             super()._update()
             return
         for weight in weights:
             if weight.grad is not None:
                 weight.grad = weight.grad.to(weight.dtype)
-        torch.optim.AdamW.step(self)
+        inspect.unwrap(torch.optim.AdamW.step)(self)  # its wrappers would run hooks of steps once more
 
 
 class AdamW8bit(KernelAdamW):
