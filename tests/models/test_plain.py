@@ -64,6 +64,12 @@ def test_what_a_module_lacks_is_named(module: OwnModel) -> None:
         tree_logprobs(PlainModel(module), [[0, 61]])
 
 
+def test_dropout_is_refused(module: OwnModel) -> None:
+    module.norms.append(nn.Dropout(0.1))
+    with pytest.raises(UserError, match=r"^PlainModel: norms\.3: expected no dropout, .*, got p = 0\.1; set"):
+        PlainModel(module)
+
+
 def test_costs_are_those_of_matrices_and_calls(module: OwnModel) -> None:
     """Three linears and the gates of 32 x 96, 32 x 96 and 32 x 4; 2 heads of dim 16."""
     costs = PlainModel(module).costs()

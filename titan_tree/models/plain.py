@@ -143,7 +143,7 @@ class PlainModel(TreeModel):
         max_positions: the longest path that the module can read, in tokens.
         attention, gdn: backends of ``TreeAttention`` and ``TreeGDN``.
     Raises:
-        UserError: the module lacks one of them.
+        UserError: the module lacks one of them, or has dropout.
     """
 
     def __init__(
@@ -154,6 +154,12 @@ class PlainModel(TreeModel):
                 raise UserError(
                     f"PlainModel: {type(module).__name__} has no {name}; define hidden_states(tokens, "
                     "positions, tree) and output_weight (docs/extending.md)"
+                )
+        for name, part in module.named_modules():
+            if isinstance(part, nn.modules.dropout._DropoutNd) and part.p:
+                raise UserError(
+                    f"PlainModel: {name}: expected no dropout, because a token of a tree has one mask for "
+                    f"all of its paths, got p = {part.p:g}; set it to 0"
                 )
         weight = cast(Plain, module).output_weight
         limits = PlainConfig(vocab_size=len(weight), max_position_embeddings=max_positions)
