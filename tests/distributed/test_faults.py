@@ -224,7 +224,7 @@ def die_at_the_start(rank: int, ports: list[int], folder: Path) -> None:
     sys.stderr = (folder / f"stderr{rank}").open("w", buffering=1)
     with as_rank(rank, 2, ports[0]):
         titan_tree.train.main(["--config", str(folder / "config.toml")])
-    (folder / "rank0").touch()
+    (folder / "rank0").write_text("ended")
 
 
 def test_a_rank_that_dies_before_the_first_step_is_one_line_too(tmp_path: Path) -> None:
