@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import shutil
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +24,6 @@ from titan_tree.errors import UserError
 from titan_tree.plugins import import_plugins
 from titan_tree.registry import ADVANTAGES, LOSSES, METRICS
 from titan_tree.rl.run import run as rl_run
-from titan_tree.train import main as train_command
 
 PARTS = """
 from titan_tree.registry import METRICS
@@ -220,13 +221,15 @@ def test_every_kind_of_part_can_be_the_users_own(folder: Path) -> None:
     tables += ['plugins = ["own.kinds"]', 'data.advantage = "centred"']  # by its registered name
     tables += ['metrics.loggers = ["csv", "own.kinds:Steps"]', 'model.flavor = "mine"', 'folder = "out"']
     Path("own.toml").write_text("\n".join([*tables, "data.workers = 1"]))
+    command = [sys.executable, "-m", "titan_tree.train", "--config", "own.toml", *SETTINGS]
+    run = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert run.returncode == 0, run.stderr
 
     builtin = [f"{key}={name}" for key, (name, _) in OWN_RUN.items()]
     builtin += ["plugins=[]", "data.advantage=mean", "metrics.loggers=[csv]", "folder=builtin"]
     trainer = Trainer(load_config("run.toml", [*SETTINGS, *builtin]))
     trainer.train()
     trainer.close()
-    assert train_command(["--config", "own.toml", *SETTINGS]) == 0
     own, expected = rows(Path("out")), rows(Path("builtin"))
     assert [float(row["answer"]) for row in own] == [42, 42]
     losses = [[float(row["loss"]) for row in run] for run in (own, expected)]
