@@ -289,10 +289,11 @@ def _path_scores(
     if experts is not None:
         outputs = experts.record(outputs)
     scores = join_outputs(outputs, num_edges, model.sequence_group)
-    # Along a path, edges have ascending numbers, so this sorts the pairs as ``TokenTree.path_index``.
-    path = torch.cat([batch.pairs.path_number[batch.pairs.path] for batch in batches])
     edge = torch.cat([batch.edge_number[batch.pairs.edge] for batch in batches])
-    edge = _to(device, edge[(path * num_edges + edge).argsort()])
+    if len(batches) > 1:  # else the pairs are in the order of ``TokenTree.path_index``
+        path = torch.cat([batch.pairs.path_number[batch.pairs.path] for batch in batches])
+        edge = edge[(path * num_edges + edge).argsort()]  # along a path, edges have ascending numbers
+    edge = _to(device, edge)
     is_counted = np.concatenate([path.loss_mask > 0 for path in tree.paths])
     is_counted[tree.path_offsets[:-1]] = False  # nothing predicts the first token of a path
     counted = _to(device, torch.from_numpy(is_counted.nonzero()[0]))
