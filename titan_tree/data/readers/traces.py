@@ -250,7 +250,7 @@ def _reward(row: Record) -> float | None:
 
 
 GYM_TOKENS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
-GYM_LEFT_OUT = (*("responses_create_params", "response", "agent_ref", "_ng_task_index", "_ng_rollout_index"),)
+GYM_LEFT_OUT = ("responses_create_params", "response", "agent_ref", "_ng_task_index", "_ng_rollout_index")
 
 
 class NemoGymReader(TraceReader):
@@ -355,17 +355,9 @@ class AgentLightningReader(TraceReader):
         reward = next((value for value in rewards if value is not None), None)
         records = []
         for index, triplet in enumerate(triplets):
-            sides = []
-            for side in ("prompt", "response"):
-                where = f"triplets[{index}].{side}"
-                fields = expect(triplet.get(side), dict, where, "an object with token_ids")
-                if fields.get("image_urls"):
-                    raise UserError(f"{where}.image_urls: expected text only")
-                ids = expect(fields.get("token_ids"), list, f"{where}.token_ids", "a list")
-                if not ids:
-                    raise UserError(f"{where}.token_ids: {NO_TOKENS}")
-                sides.append((fields, ids))
-            (_, prompt), (response, ids) = sides
+            where = f"triplets[{index}].response"
+            _, prompt = _fields_and_ids(triplet.get("prompt"), f"triplets[{index}].prompt")
+            response, ids = _fields_and_ids(triplet.get("response"), where)
             if (logprobs := response.get("logprobs")) is not None:
                 logprobs = expect(logprobs, list, f"{where}.logprobs", "a list")
                 logprobs = [x.get("logprob") if isinstance(x, dict) else x for x in logprobs]
@@ -375,3 +367,14 @@ class AgentLightningReader(TraceReader):
         if not records:
             raise UserError(f"triplets: {NO_TOKENS}")
         return records
+
+
+def _fields_and_ids(side: object, where: str) -> tuple[Record, list[Any]]:
+    """Returns the fields and the token ids of the prompt or the response of a triplet."""
+    fields = expect(side, dict, where, "an object with token_ids")
+    if fields.get("image_urls"):
+        raise UserError(f"{where}.image_urls: expected text only")
+    ids = expect(fields.get("token_ids"), list, f"{where}.token_ids", "a list")
+    if not ids:
+        raise UserError(f"{where}.token_ids: {NO_TOKENS}")
+    return fields, ids
