@@ -20,7 +20,7 @@ from titan_tree.tree.token_tree import TokenTree
 
 ROOT = Path(__file__).parents[2]
 EXHAUSTIVE = {"memory", "rl", "trl"}  # tests/rl runs rl, too
-MEASUREMENTS = (*BENCHES, "attention --tree bushy --cases gpt-oss DeepSeek-V3")
+MEASUREMENTS = (*BENCHES, "trl --lora 4", "attention --tree bushy --cases gpt-oss DeepSeek-V3")
 NOT_QUICK = {("real", "of operations"), ("input", "workers 1")}  # they need a GPU, or a second core
 PICTURES = {  # of docs/img: the benchmark and its rows in docs/data
     "attention": ("attention", "attention_sweep"),
@@ -40,7 +40,9 @@ PICTURES = {  # of docs/img: the benchmark and its rows in docs/data
 @pytest.mark.parametrize(
     "measurement",
     [
-        pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else pytest.mark.slow)
+        pytest.param(
+            name, marks=pytest.mark.exhaustive if name.split()[0] in EXHAUSTIVE else pytest.mark.slow
+        )
         for name in MEASUREMENTS
     ],
 )
@@ -59,6 +61,10 @@ def test_a_quick_benchmark_writes_its_rows_and_picture(measurement, tmp_path, mo
     assert all((ratio in rows[-1]) != ((name, ratio) in NOT_QUICK) for ratio in bench.RATIOS)
     if name in ("por", "ratio", "real"):
         assert all(0 < float(row["tree optimizer share"]) < 1 for row in rows)
+    if name == "trl":
+        first = float(rows[0]["grad norm"])  # TRL's own
+        assert [float(row["grad norm"]) for row in rows] == pytest.approx([first] * len(rows), rel=1e-3)
+        assert {row["lora"] for row in rows} == {arguments[-1] if arguments else "0"}
     out = capsys.readouterr().out
     assert str(csv) in out
     assert "--quick shows that the benchmark runs; its sizes are too small for speeds to mean" in out

@@ -3,12 +3,14 @@
 titan-tree bench trl                                  # on a GPU
 titan-tree bench trl --max-tokens 16384               # also in partitions
 titan-tree bench trl --not-compiled                   # also without torch.compile
+titan-tree bench trl --model 1.7b --lora 16           # LoRA of rank 16
 
-Rollouts are recorded instead of generated: groups of completions with a common prompt. The completions of a
+Rollouts are drawn instead of generated: groups of completions with a common prompt. The completions of a
 group have four turns, each with the answer of a tool that is not trained on. Half of the group shares the
 first turn, a quarter the second. A step scores them with the reference model, and trains on them. Trainers
 take turns in one process, each with the same model with random weights, and TRL's default settings: AdamW,
-bf16 autocast and gradient checkpointing on a GPU.
+bf16 autocast and gradient checkpointing on a GPU. With ``--lora``, PEFT adapts all linear layers of both, and
+the reference model is the model without adapters.
 
 | column          | meaning                                                                               |
 |-----------------|---------------------------------------------------------------------------------------|
@@ -25,30 +27,40 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import random
 import tempfile
 import time
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from titan_tree.bench.record import Contender, Row, add_rounds, default_device, run_rounds, synchronize
 
-KEYS = ("model", "groups", "completions", "prompt", "completion", "trainer")
+SIZE_KEYS = ("model", "lora", "groups", "completions", "prompt", "completion")
+KEYS = (*SIZE_KEYS, "trainer")
 RATIOS = ("x TRL",)
 QUICK = (
     "--model", "debug", "--groups", "2", "--completions", "4", "--prompt", "32", "--completion", "16",
     "--micro-batch", "4", "--rounds", "1", "--steps", "1", "--max-tokens", "24",
 )  # fmt: skip
-PACKAGES = ("transformers", "trl", "accelerate")
+PACKAGES = ("transformers", "trl", "accelerate", "peft")
 WORDS = 1000  # token ids in rollouts
 TURNS, ANSWER = 4, 0.25  # turns of a completion, and how much of a turn is the answer of a tool
-SIZES: dict[str, dict[str, Any]] = {  # Qwen3-0.6B, and a model for a CPU
+SIZES: dict[str, dict[str, Any]] = {  # of Qwen3, and of a model for a CPU
     "0.6b": {
         "hidden_size": 1024,
         "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+    },
+    "1.7b": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
         "num_hidden_layers": 28,
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
@@ -72,6 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_rounds(parser)
     add = parser.add_argument
     add("--model", choices=SIZES, default="0.6b")
+    add("--lora", type=int, default=0, help="rank of PEFT's LoRA of all linear layers (default: 0, none)")
     add("--groups", type=int, default=8, help="groups of a step")
     add("--completions", type=int, default=8, help="completions of a group")
     add("--prompt", type=int, default=4096, help="tokens of a prompt")
@@ -102,7 +115,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory() as args.folder:
         save_model(args)
         run_rounds(contenders, args.rounds)
-    sizes = {name: getattr(args, name) for name in ("model", "groups", "completions", "prompt", "completion")}
+    sizes = {name: getattr(args, name) for name in SIZE_KEYS}
     return [sizes | row(contender, contenders[0]) for contender in contenders]
 
 
@@ -128,17 +141,18 @@ def save_model(args: argparse.Namespace) -> None:
 
 
 def rollouts(args: argparse.Namespace, prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """Returns recorded rollouts, as TRL's ``rollout_func``. A prompt is the number of its group."""
-    size = args.completion // TURNS
+    """Returns the rollouts of a step, as TRL's ``rollout_func``. The prompt of group 0 is "w2"."""
+    step, size = trainer.state.global_step, args.completion // TURNS
     answer = int(ANSWER * size)
     prompt_ids, completion_ids = [], []
     seen: dict[str, int] = {}
     for prompt in prompts:
         i = seen[prompt] = seen.get(prompt, -1) + 1
-        prompt_ids.append(tokens(args.prompt, prompt))
+        group = int(prompt.removeprefix("w"))
+        prompt_ids.append(tokens(args.prompt, step, group))
         # The sharers of a turn draw it from the same seed.
         sharers = [max(args.completions // 2 ** (turn + 1), 1) for turn in range(TURNS)]
-        turns = [tokens(size, f"{prompt} {turn} {i // number}") for turn, number in enumerate(sharers)]
+        turns = [tokens(size, step, group, turn, i // number) for turn, number in enumerate(sharers)]
         completion_ids.append([token for turn in turns for token in turn])
     mask = [0] * answer + [1] * (size - answer)
     return {
@@ -149,9 +163,9 @@ def rollouts(args: argparse.Namespace, prompts: list[str], trainer: Any) -> dict
     }
 
 
-def tokens(number: int, seed: str) -> list[int]:
+def tokens(number: int, *seed: int) -> list[int]:
     """Returns random token ids."""
-    return random.Random(seed).choices(range(2, WORDS), k=number)
+    return np.random.default_rng(seed).integers(2, WORDS, number).tolist()
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
@@ -184,6 +198,7 @@ def measure(args: argparse.Namespace, options: dict[str, Any] | None) -> Iterabl
         options: those of ``treeify``; None: TRL's trainer as it is.
     """
     from datasets import Dataset
+    from peft import LoraConfig
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, PrinterCallback, set_seed
     from trl import GRPOConfig, GRPOTrainer
 
@@ -216,6 +231,7 @@ def measure(args: argparse.Namespace, options: dict[str, Any] | None) -> Iterabl
         train_dataset=Dataset.from_dict({"prompt": [f"w{2 + i}" for i in range(args.groups)]}),
         processing_class=PreTrainedTokenizerFast.from_pretrained(args.folder),
         rollout_func=partial(rollouts, args),
+        peft_config=LoraConfig(r=args.lora, target_modules="all-linear") if args.lora else None,
         callbacks=[times],
     )
     if options is not None:
