@@ -180,9 +180,10 @@ def run(trainer: Any) -> Run:
     trainer.remove_callback(PrinterCallback)
     trainer.training_step, trainer.log = recorded_step, recorded_log
     # Quantized weights are bytes.
-    start = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.is_floating_point()}
+    parameters = trainer.model.named_parameters()
+    start = {name: p.detach().clone().cpu() for name, p in parameters if p.is_floating_point()}
     trainer.train()
-    weights = {name: whole(p.detach()) for name, p in trainer.model.named_parameters() if name in start}
+    weights = {name: whole(p.detach()).cpu() for name, p in trainer.model.named_parameters() if name in start}
     return Run(trainer, losses, logs[:-1], passes[:-1], rows, weights, start)
 
 
