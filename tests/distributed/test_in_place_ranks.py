@@ -19,8 +19,8 @@ from tests.support.processes import process_group, run_ranks
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.engine.tree_step import TreeStep
-from titan_tree.integrations.frameworks import score_paths
 from titan_tree.models.transformers.in_place import InPlaceModel
+from titan_tree.scoring.score_trees import score_paths
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 

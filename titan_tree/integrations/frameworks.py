@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.components.tree_tokenizer.endings import ending
 from titan_tree.errors import UserError, errors_at, shorten
 from titan_tree.integrations.fields import Fields, Row, items_of
-from titan_tree.models.tree_model import TreeModel
-from titan_tree.scoring.score_trees import PathScores, score_trees
 from titan_tree.tree.path_fields import FLOAT32_MAX, number
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.sampling_masks import SamplingMask
-from titan_tree.tree.token_tree import TokenTree
 
 NAN = float("nan")
 Values = dict[str, Any]  # fields of a row, by name
@@ -43,28 +39,6 @@ PER_RESPONSE = {
     "ref_logprobs": NAN,
     "rollout_logprobs": NAN,
 }
-
-
-@torch.no_grad()
-def score_paths(
-    model: TreeModel, paths: Sequence[TokenPath], max_tokens: int | None = None, entropies: bool = False
-) -> list[PathScores]:
-    """Returns the scores of all tokens of ``paths``, in the paths' distributions, see ``score_trees``.
-
-    Args:
-        model: may be sharded over ranks. Every rank then makes the same call, with its own paths.
-        paths: paths in any order. Their loss masks have no effect.
-        max_tokens: maximum tokens of one forward pass; larger trees run in partitions. None: no limit.
-        entropies: also return the entropies of the distributions.
-    """
-    scored = [
-        TokenPath(path.tokens, temperature=path.temperature, sampling_mask=path.sampling_mask, id=path.id)
-        for path in paths
-    ]
-    trees = [TokenTree.from_paths(scored)] if scored else []
-    partitioner = None if max_tokens is None else TreePartitioner("auto", max_tokens)
-    return list(chain.from_iterable(score_trees(model, trees, max_tokens, partitioner, entropies=entropies)))
-
 
 IMAGES = "expected text only"
 TEACHER = "losses with a teacher are not supported; remove it"

@@ -1,4 +1,6 @@
-"""score_trees: log-probs, entropies and experts of all paths of trees. tree_logprobs does it for token lists.
+"""Log-probs, entropies and experts of the paths of trees: score_trees.
+
+score_paths and tree_logprobs do it for paths and token lists, which they merge into one tree.
 
 Recorded experts can be replayed by training (tree/routed_experts.py).
 """
@@ -101,14 +103,39 @@ def tree_logprobs(
     limits = ModelLimits(model.config.max_position_embeddings, model.config.vocab_size)
     for path in paths:
         path.check_limits(limits)
-    trees = [TokenTree.from_paths(paths)] if paths else []
-    partitioner = None if max_tokens is None else TreePartitioner("auto", max_tokens)
-    scores = score_trees(model, trees, max_tokens, partitioner, routed_experts=return_routed_experts)
-    path_scores = list(chain.from_iterable(scores))
+    path_scores = _score_one_tree(model, paths, max_tokens, routed_experts=return_routed_experts)
     logprobs = [path.logprobs[1:] for path in path_scores]
     if not return_routed_experts:
         return logprobs
     return logprobs, [path.routed_experts for path in path_scores if path.routed_experts is not None]
+
+
+@torch.no_grad()
+def score_paths(
+    model: TreeModel, paths: Sequence[TokenPath], max_tokens: int | None = None, entropies: bool = False
+) -> list[PathScores]:
+    """Returns the scores of all tokens of ``paths``, at each path's temperature and over its sampling mask.
+
+    Args:
+        model: may be sharded over ranks. Every rank then makes the same call, with its own paths.
+        paths: paths in any order. Their loss masks have no effect.
+        max_tokens: maximum tokens of one forward pass; larger trees run in partitions. None: no limit.
+        entropies: also return the entropies of the distributions.
+    """
+    whole = [
+        TokenPath(path.tokens, temperature=path.temperature, sampling_mask=path.sampling_mask, id=path.id)
+        for path in paths
+    ]
+    return _score_one_tree(model, whole, max_tokens, entropies=entropies)
+
+
+def _score_one_tree(
+    model: TreeModel, paths: Sequence[TokenPath], max_tokens: int | None, **options: bool
+) -> list[PathScores]:
+    """Merges paths into a tree and returns their scores, see ``score_trees``."""
+    trees = [TokenTree.from_paths(paths)] if paths else []
+    partitioner = None if max_tokens is None else TreePartitioner("auto", max_tokens)
+    return list(chain.from_iterable(score_trees(model, trees, max_tokens, partitioner, **options)))
 
 
 def score_trees(
