@@ -22,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(path: str, overrides: Sequence[str]) -> None:
     config = load_tables(LightningRunConfig, path, overrides)
-    from titan_tree.integrations.lightning import run  # takes seconds, so check the configuration first
+    # This import takes seconds, so the configuration is checked first.
+    from titan_tree.integrations.lightning_command import run
 
     run(config)
 

@@ -3,24 +3,20 @@
     TreeDataModule -> (StepInput, position, sizes) -> TreeLightningModule.training_step -> logs, checkpoints
 
 Lightning runs the loop, the loggers and the callbacks. A step is the one of ``Trainer``. ``TreeCheckpoints``
-writes and resumes the checkpoints of ``Trainer``, and ``run`` is the command titan_tree.lightning. No other
-file imports lightning.
+writes and resumes the checkpoints of ``Trainer``. lightning_command.py makes Lightning's Trainer from the
+configuration. No other file imports lightning.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
-import logging
 import math
-import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import repeat
 from pathlib import Path
 from runpy import run_module
@@ -34,22 +30,17 @@ from titan_tree.checkpoint import Checkpoints, Progress, export_results
 from titan_tree.checkpoint.changes import check_architecture
 from titan_tree.components.moe import RouterBias
 from titan_tree.config import Config
-from titan_tree.config.lightning import LightningRunConfig
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.loader import Position, refuse_in_worker
-from titan_tree.distributed.collectives import rank
-from titan_tree.distributed.faults import failures_named
-from titan_tree.distributed.launch import Launch
-from titan_tree.distributed.mesh import all_ranks, init_distributed
+from titan_tree.distributed.mesh import all_ranks
 from titan_tree.distributed.optimizers import Optimizers, build_lr_schedulers, build_optimizers
 from titan_tree.distributed.titan import LRSchedulersContainer
 from titan_tree.engine.step_io import StepInput, all_reduce_counts
 from titan_tree.engine.tree_step import TreeStep
-from titan_tree.errors import UserError, unknown_name
+from titan_tree.errors import UserError
 from titan_tree.metrics import step_values, validation_values
 from titan_tree.models.lora.adapters import leave_out_frozen
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.registry import Registry
 from titan_tree.run.build import (
     build_balancing,
     build_dataset,
@@ -63,7 +54,6 @@ from titan_tree.run.build import (
     num_steps,
     warm_up,
 )
-from titan_tree.run.folder import RunFolder
 from titan_tree.run.model_setup import build_parallel_model, describe_architecture
 from titan_tree.run.optimizer_step import OptimizerStep
 from titan_tree.run.rank_facts import check_ranks
@@ -74,30 +64,13 @@ try:
     import lightning.pytorch as L
     from lightning.pytorch.callbacks import Checkpoint
     from lightning.pytorch.strategies import ModelParallelStrategy
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
 except ImportError as error:
     raise UserError(
         f"titan_tree.integrations.lightning needs the package lightning ({error}); "
         "run pip install 'titan_tree[lightning]'"
     ) from None
 
-logger = logging.getLogger(__name__)
-
 STATE = "titan_tree"  # key of Lightning's checkpoints
-# Keys without an effect on ``run``.
-UNUSED = ("metrics.loggers", "profiler.enable", "profiler.memory_snapshot")
-DECIDED = {  # arguments of lightning.Trainer that ``run`` sets -> what decides them
-    "accelerator": "whether the machine has GPUs",
-    "devices": "--nproc-per-node of torchrun",
-    "num_nodes": "--nnodes of torchrun",
-    "strategy": "the table [parallel]",
-    "max_epochs": "training.steps or training.epochs",
-    "logger": "the table [lightning.loggers]",
-    "callbacks": "the table [lightning.callbacks]",
-    "log_every_n_steps": "metrics.log_interval",
-    "default_root_dir": "folder",
-    "deterministic": "training.deterministic",
-}
 
 
 class TreeLightningModule(L.LightningModule):
@@ -468,86 +441,6 @@ def _check_backend(num_ranks: int) -> None:
             "ModelParallelStrategy: process_group_backend: expected 'cpu:gloo,cuda:nccl', got "
             f"{backends!r}; ranks exchange counts through gloo"
         )
-
-
-def run(config: LightningRunConfig) -> None:
-    """Trains by Lightning's loop, starting from the newest checkpoint if there is one. Collective.
-
-    Raises:
-        UserError: the configuration, the data and the checkpoints do not fit together.
-    """
-    with failures_named(lambda: "training with Lightning", lambda: "run the same command again"):
-        trainer = build_trainer(config)
-        init_distributed(config.parallel.timeout_s)  # Lightning uses this process group
-        folder = RunFolder(config)
-        unused = [key for key in UNUSED if _is_set(config, key)]
-        if unused and rank() == 0:
-            logger.warning("keys without effect in titan_tree.lightning: %s", ", ".join(unused))
-        trainer.fit(TreeLightningModule(config), TreeDataModule(config))
-        folder.close()
-        dist.destroy_process_group()
-
-
-def _is_set(config: Config, key: str) -> bool:
-    """Returns whether a key has another value than its default."""
-    name, field = key.split(".")
-    table = getattr(config, name)
-    return getattr(table, field) != getattr(type(table)(), field)
-
-
-def build_trainer(config: LightningRunConfig) -> L.Trainer:
-    """Returns Lightning's Trainer for the ranks that torchrun describes, with ``TreeCheckpoints``.
-
-    Raises:
-        UserError: [lightning] has a wrong class or argument.
-    """
-    table, launch = config.lightning, Launch.of()
-    known = list(inspect.signature(L.Trainer.__init__).parameters)[1:]
-    for name in table.trainer:
-        if name in DECIDED:
-            raise UserError(
-                f"lightning.trainer.{name}: expected no value, because {DECIDED[name]} decides it; remove it"
-            )
-        if name not in known:
-            raise unknown_name("argument of lightning.Trainer, in [lightning.trainer],", name, known)
-    ranks = launch.num_ranks if launch else 1
-    devices = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    arguments = {
-        "accelerator": "cuda" if torch.cuda.is_available() else "cpu",
-        "devices": devices,
-        "num_nodes": ranks // devices,
-        "strategy": ModelParallelStrategy() if ranks > 1 else "auto",
-        "max_epochs": -1,
-        "logger": _made("loggers", table.loggers) or None,
-        "callbacks": [*_made("callbacks", table.callbacks), TreeCheckpoints()],
-        "log_every_n_steps": config.metrics.log_interval,
-        "default_root_dir": config.folder,
-        "deterministic": config.training.deterministic or None,
-    }
-    return _make("trainer", L.Trainer, arguments | table.trainer)
-
-
-def _made(key: str, table: dict[str, Any]) -> list[Any]:
-    """Returns the objects that [lightning.callbacks] or [lightning.loggers] describe."""
-    package = f"lightning.pytorch.{key}"
-    own = {name: f"{package}:{name}" for name in import_module(package).__all__}
-    classes: Registry[Any] = Registry(f"class in [lightning.{key}],", own | {n: n for n in table if ":" in n})
-    made = []
-    for name, options in table.items():
-        try:
-            kind = classes[name]
-        except (ImportError, AttributeError, ValueError) as error:
-            raise UserError(f"lightning.{key}: {name!r} cannot be imported: {error}") from None
-        made.append(_make(f"{key}.{name}", kind, options))
-    return made
-
-
-def _make(key: str, kind: Callable[..., Any], options: dict[str, Any]) -> Any:
-    """Calls a class with the options of a table, and names the table if it refuses them."""
-    try:
-        return kind(**options)
-    except (TypeError, ValueError, ImportError, MisconfigurationException) as error:
-        raise UserError(f"lightning.{key}: {' '.join(str(error).split())}") from None
 
 
 if __name__ == "__main__":
