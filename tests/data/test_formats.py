@@ -11,6 +11,7 @@ from rich.progress import Progress
 from tests.support import formats
 from tests.support.datasets import REAL_DATA, sample_reader
 from tests.support.formats import Task, write_dataset, write_document, write_lines, write_parquet
+from tests.support.sessions import CLAUDE, CODEX, OPENHANDS, PI
 from tests.support.traces import GYM, LIGHTNING, TRACE
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.readers import DEFAULT_FORMAT, Source, read_records
@@ -29,6 +30,7 @@ TASKS = {
     "sharegpt": (formats.only_text_or_calls, formats.sharegpt),
     "tree": (formats.own, formats.message_trees),
 }
+SESSIONS = {"claude_code": CLAUDE, "codex": CODEX, "pi": PI}
 DOCUMENTS = {
     "tau_bench": (formats.without_tools, formats.tau_bench),
     "tau2_bench": (formats.own, formats.tau2_bench),
@@ -147,6 +149,8 @@ def test_every_format_is_recognized_by_one_reader_only(tmp_path):
     files["token_store"] = str(tmp_path / "store")
     write_store(files["token_store"], groups, {})
     files["alpaca"] = write_lines(tmp_path / "alpaca", [{"instruction": "a", "input": "", "output": "b"}])
+    files |= {name: write_lines(tmp_path / name, lines) for name, lines in SESSIONS.items()}
+    files["openhands"] = write_document(tmp_path / "openhands", {"history": OPENHANDS})
     others = {
         "anthropic": {"messages": [{"role": "user", "content": "?"}], "system": "s"},
         "openai_responses": {"request": {"input": "?"}, "response": {"output": []}},

@@ -140,6 +140,10 @@ def run(args: argparse.Namespace) -> None:
         if any(reader.endings[name] for name in UNFINISHED):
             counts = [f"{reader.endings[name]:,} {name} ({done})" for name, done in UNFINISHED.items()]
             console.print(f"answers: {', '.join(counts)}", highlight=False)
+        if reader.skipped:
+            counts = [f"{number:,} x {kind}" for kind, number in reader.skipped.most_common()]
+            line = f"left out of sessions: {printable(', '.join(counts))}"
+            console.print(line, highlight=False, markup=False)
         if (advice := ungrouped.advice()) is not None:
             console.print(advice, style="yellow", highlight=False)
     if tokenizer is not None and args.tokenizer is None:

@@ -13,6 +13,7 @@ import os
 import random
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import count, groupby, islice, repeat
@@ -90,6 +91,8 @@ class DataFiles:
     Attributes:
         files: the paths that ``config.files`` names, globs expanded.
         weights: how often an epoch contains each group of a file, one number per file.
+        skipped: what sessions of coding agents hold beside their messages, counted by kind while ``groups``
+            reads them.
 
     Raises:
         UserError: a file does not exist or is named twice.
@@ -105,6 +108,7 @@ class DataFiles:
         self._states = {file: _states(file) for file in self.files}
         # Set here because a thread may read ``checksums`` while another one pickles this object.
         self._checksums: list[list[int]] | None = None
+        self.skipped: Counter[str] = Counter()
 
     def groups(self, open_file: OpenFile = open_binary, epoch: int | None = None) -> Iterator[Group]:
         """Yields all groups in file order, without tokenizing them.
@@ -119,7 +123,7 @@ class DataFiles:
         """
         first_places: dict[str, Place] = {}
         for number, file in enumerate(self.files):
-            records = read_records(file, self.config.format, open_file)
+            records = read_records(file, self.config.format, open_file, self.skipped)
             copies = repeat(1) if epoch is None else self._copies(number, epoch)
             for group, times in zip(group_records(records, first_places), copies):  # noqa: B905  # endless
                 yield from repeat(group, times)

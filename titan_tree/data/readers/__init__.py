@@ -8,6 +8,7 @@ containers   a file -> rows: containers.py (JSON Lines, JSON documents, Parquet,
              decompress.py reads gzip and Zstandard; strict_json.py refuses what JSON parsers would change
 formats      a row -> a record: openai_chat.py, anthropic.py, token_rows.py, ...
              row_reader.py has their base class, chat.py shared parts; own_schema.py passes our own records on
+sessions     the events of a coding agent -> a record: sessions.py, claude_code.py, codex.py, pi.py, ...
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import glob
 import os
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from io import BufferedIOBase
 from pathlib import Path
@@ -53,10 +55,14 @@ class Source:
     Args:
         path: the file or folder. The places of records begin with it.
         open_file: opens a file for reading; a progress bar wraps files here.
+        skipped: counts what readers of sessions leave out, such as events without a message, by its kind.
+        skips_broken: whether broken events of sessions are counted in ``skipped``. By default, they raise.
     """
 
     path: str
     open_file: OpenFile = open_binary
+    skipped: Counter[str] = field(default_factory=Counter)
+    skips_broken: bool = False
 
     @property
     def is_folder(self) -> bool:
@@ -87,6 +93,12 @@ class Source:
     def open(self) -> BinaryIO:
         """Opens the decompressed content. Only the stream of an uncompressed file can seek."""
         return decompressed(self.open_file(self.path), self.compression)
+
+    def skip_broken(self, error: UserError) -> None:
+        """Counts a broken event if ``skips_broken``, and else raises the error."""
+        if not self.skips_broken:
+            raise error
+        self.skipped["broken line"] += 1
 
 
 class Reader(ABC):
@@ -154,7 +166,11 @@ def _require_existing(path: str) -> None:
 
 
 def read_records(
-    file: str, format: str = AUTO, open_file: OpenFile = open_binary
+    file: str,
+    format: str = AUTO,
+    open_file: OpenFile = open_binary,
+    skipped: Counter[str] | None = None,
+    skips_broken: bool = False,
 ) -> Iterator[tuple[Place, Record]]:
     """Yields the records of a data file, each with its place. The file may be compressed.
 
@@ -162,6 +178,7 @@ def read_records(
         file: a path, or "demo" for the bundled sample.
         format: the name of a reader, or "auto".
         open_file: opens the file for reading; a progress bar wraps the file here.
+        skipped, skips_broken: see ``Source``.
 
     Raises:
         UserError: an unknown format, an unreadable or damaged file, malformed content, or no record at all.
@@ -169,7 +186,7 @@ def read_records(
     if file == DEMO:
         yield from ((f"{DEMO}:{number}", record) for number, record in enumerate(demo.records(), start=1))
         return
-    source = Source(file, open_file)
+    source = Source(file, open_file, Counter() if skipped is None else skipped, skips_broken)
     place = None
     try:
         name = _recognized_format(source) if format == AUTO else format

@@ -83,18 +83,25 @@ class AnthropicReader(RowReader):
             messages.append({"role": "system", "content": system})
         names: dict[object, object] = {}  # of the tools, by the ids of calls
         for index, message in enumerate(expect(row.get("messages"), list, "messages", "a list of messages")):
-            messages += self._messages(message, names, f"messages[{index}]")
+            messages += self.messages(message, names, f"messages[{index}]")
         record["messages"] = messages
         if answer is not None:
             answer = {**answer, "role": "assistant"}
             continues = bool(messages) and messages[-1]["role"] == "assistant"
-            record |= answered(messages, self._messages(answer, names, "response"), continues)
+            record |= answered(messages, self.messages(answer, names, "response"), continues)
         if row.get("tools") is not None:
             tools = expect(row["tools"], list, "tools", "a list of schemas")
             record["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
         return record
 
-    def _messages(self, message: object, names: dict[object, object], where: str) -> list[Message]:
+    def messages(self, message: object, names: dict[object, object], where: str) -> list[Message]:
+        """Returns what a message of the API becomes.
+
+        Args:
+            message: an object with role and content.
+            names: the tools' names by the ids of earlier calls. Those of this message are added.
+            where: the field, for errors.
+        """
         message = expect(message, dict, where, "an object with role and content")
         role = message.get("role")
         if role not in ("user", "assistant", "system"):

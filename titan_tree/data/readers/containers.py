@@ -1,7 +1,7 @@
 """Containers of rows, recognized by a file's content.
 
-A container is JSON Lines, a JSON array of objects, one JSON object over several lines, a Parquet file, or a
-folder of Arrow files that ``datasets.Dataset.save_to_disk`` wrote.
+A container is JSON Lines, a JSON array of objects, one JSON object over several lines, a Parquet file, a
+folder of Arrow files that ``datasets.Dataset.save_to_disk`` wrote, or a folder of numbered events.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -36,7 +36,9 @@ def rows(source: Source) -> Iterator[tuple[Place, Record]]:
     Raises:
         UserError: a malformed file, or a row that is not an object.
     """
-    if _is_arrow(source):
+    if source.is_folder and (files := event_files(source.path)):
+        yield source.path, {"history": [_load(source, file) for file in files]}
+    elif _is_arrow(source):
         yield from arrow_rows(source)
     elif not _is_document(source.head):
         with source.open() as file:
@@ -58,6 +60,8 @@ def first_rows(source: Source) -> list[Record]:
 
     Content that is not JSON has no rows.
     """
+    if source.is_folder and (files := event_files(source.path)):
+        return [{"history": [_load(source, file) for file in files[:FIRST_ROWS]]}]
     if _is_arrow(source):
         return [row for _, row in islice(arrow_rows(source, batch_rows=FIRST_ROWS), FIRST_ROWS)]
     text = source.head.decode(errors="replace").lstrip()
@@ -69,8 +73,13 @@ def first_rows(source: Source) -> list[Record]:
     return [row for row in values[:FIRST_ROWS] if isinstance(row, dict)]
 
 
-def json_objects(file: BinaryIO, name: str) -> Iterator[tuple[Place, Record]]:
+def json_objects(
+    file: BinaryIO, name: str, refuse: Callable[[UserError], None] | None = None
+) -> Iterator[tuple[Place, Record]]:
     """Yields the JSON object on each line that is not blank, with "name:line".
+
+    Args:
+        refuse: gets the error of each broken line. By default, the error is raised.
 
     Raises:
         UserError: a line that is not one JSON object, see ``parse_json``.
@@ -84,9 +93,15 @@ def json_objects(file: BinaryIO, name: str) -> Iterator[tuple[Place, Record]]:
             raise UserError(f"{place}: expected at most {MAX_LINE_BYTES:,} bytes per line; split the record")
         if not line.strip():
             continue
-        record = parse_json(line.rstrip(b"\r\n"), place)
-        if not isinstance(record, dict):
-            raise UserError(f"{place}: expected one JSON object per line, got {type(record).__name__}")
+        try:
+            record = parse_json(line.rstrip(b"\r\n"), place)
+            if not isinstance(record, dict):
+                raise UserError(f"{place}: expected one JSON object per line, got {type(record).__name__}")
+        except UserError as error:
+            if refuse is None:
+                raise
+            refuse(error)
+            continue
         yield place, record
 
 
@@ -161,6 +176,19 @@ def arrow_rows(source: Source, batch_rows: int = BATCH_ROWS) -> Iterator[tuple[P
         raise UserError(f"{source.path}: damaged file after row {number} ({reason}); copy it again") from None
     except ValueError as error:  # a struct has a field twice
         raise UserError(f"{source.path}:row {number}: cannot be converted: {error}; rename one") from None
+
+
+def event_files(folder: str) -> list[str]:
+    """Returns the files 0.json, 1.json, ... of a folder, or of its folder ``events``, in this order."""
+    for path in (Path(folder), Path(folder) / "events"):
+        if files := {int(file.stem): str(file) for file in path.glob("*.json") if file.stem.isdecimal()}:
+            return [files[number] for number in sorted(files)]
+    return []
+
+
+def _load(source: Source, file: str) -> object:
+    with source.open_file(file) as opened:
+        return parse_json(opened.read(), file)
 
 
 def _is_arrow(source: Source) -> bool:

@@ -69,7 +69,7 @@ class OpenAIResponsesReader(RowReader):
         if isinstance(items, str):
             messages.append({"role": "user", "content": items})
             items = []
-        prompt = self._messages(items, "input")
+        prompt = self.messages(items, "input")
         if any(message["role"] == "assistant" for message in prompt) and row.get("output") is not None:
             self.warn(EARLIER_TURNS)
         messages += prompt
@@ -81,7 +81,7 @@ class OpenAIResponsesReader(RowReader):
         if is_finished and row.get("error") is not None:
             raise UserError("error: expected an answer without an error; give its status, or remove the row")
         if row.get("output") is not None:
-            answer = self._messages(row["output"], "output") or [{"role": "assistant", "content": ""}]
+            answer = self.messages(row["output"], "output") or [{"role": "assistant", "content": ""}]
             record |= answered(messages, marked(answer, mark, "status"))
         elif not is_finished:
             raise UserError("status: expected the answer that did not end in output; move its items there")
@@ -90,7 +90,8 @@ class OpenAIResponsesReader(RowReader):
             record["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
         return without(record, () if row.get("tools") is not None else ("tools",))
 
-    def _messages(self, items: object, where: str) -> list[Message]:
+    def messages(self, items: object, where: str) -> list[Message]:
+        """Returns the messages that a list of items becomes."""
         messages: list[Message] = []
         parts: list[tuple[str, object]] = []  # of the assistant, since the last message of another role
         names: dict[str, object] = {}  # of the tools, by the ids of calls

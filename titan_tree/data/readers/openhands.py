@@ -1,0 +1,162 @@
+"""Sessions of OpenHands: actions of the agent and observations of its environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from titan_tree.data.readers import Place, Reader, Record, Source
+from titan_tree.data.readers.chat import Message, call, text_of
+from titan_tree.data.readers.containers import first_rows, rows
+from titan_tree.data.readers.row_reader import expect
+from titan_tree.data.readers.sessions import Event, as_text, context, session_record, without_media
+from titan_tree.errors import UserError, errors_at
+
+
+class OpenHandsReader(Reader):
+    """Reads {"history": [actions and observations]}, one per row, or a folder of such events (0.json, ...).
+
+    Actions with one ``model_response`` are one answer. An action without it becomes a call of its own name.
+    An observation is the result of the call that ``tool_call_metadata`` or ``cause`` names. The context after
+    a condensation is a root: the events that it keeps, with its summary. Other events are left out.
+    """
+
+    def recognizes(self, source: Source) -> bool:
+        return any(
+            isinstance(event, dict) and ("action" in event or "observation" in event)
+            for row in first_rows(source)[:1]
+            if isinstance(row.get("history"), list)
+            for event in _flat(row["history"])[:1]
+        )
+
+    def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
+        for place, row in rows(source):
+            with errors_at(place):
+                history = _History(source)
+                for index, event in enumerate(_flat(expect(row.get("history"), list, "history", "a list"))):
+                    try:
+                        with errors_at(f"history[{index}]"):
+                            history.add(expect(event, dict, "event", "an object"))
+                    except UserError as error:
+                        source.skip_broken(error)
+                name = row.get("instance_id")
+                name = name if isinstance(name, str) else Path(source.path.removesuffix("/events")).stem
+                record = session_record(source, name, history.events)
+            yield place, record | {"tools": history.tools}
+
+
+def _flat(history: list[Any]) -> list[Any]:
+    """Returns the events of a history, which older versions store as pairs [action, observation]."""
+    return [e for entry in history for e in (entry if isinstance(entry, list) else [entry])]
+
+
+class _History:
+    """The events of a conversation that grows, and that a condensation makes shorter."""
+
+    def __init__(self, source: Source) -> None:
+        self.events: list[Event] = []
+        self.tools: object = None
+        self._source = source
+        self._ids: dict[Event, object] = {}  # of the events of the current context
+        self._last: Event | None = None
+        self._responses = set[object]()  # of the model, which have been added
+        self._calls = set[str]()  # ids of calls that stand for actions without a response
+
+    def add(self, event: Record) -> None:
+        """Adds what an event says. Raises UserError for a malformed event."""
+        kind = "action" if "action" in event else "observation"
+        name = as_text(event.get(kind))[:40]
+        arguments = expect(event.get("args") or {}, dict, "args", "an object")
+        if kind == "observation":
+            message = self._result(event)
+        elif name == "condensation":
+            self._condense(arguments)
+            return
+        elif name == "system":
+            self.tools = arguments.get("tools") or self.tools
+            message = {"role": "system", "content": text_of(arguments.get("content"), "args.content")}
+        else:
+            message = self._action(event, name, arguments)
+        if message is None:
+            self._source.skipped[f"{kind} {name}"] += 1
+        elif message:
+            self._append(message, event.get("id"))
+
+    def _append(self, message: Message, name: object) -> None:
+        self._last = Event(self._last, [message])
+        self._ids[self._last] = name
+        self.events.append(self._last)
+
+    def _action(self, event: Record, name: str, arguments: Record) -> Message | None:
+        """Returns the message of an action: None if it has none, and {} if it was added already."""
+        if (response := _metadata(event).get("model_response")) is not None:
+            response = expect(response, dict, "model_response", "an object with choices")
+            if response.get("id") in self._responses:
+                return {}
+            self._responses.add(response.get("id"))
+            return _answer(response)
+        if name == "message":
+            role = "user" if event.get("source") == "user" else "assistant"
+            return {"role": role, "content": text_of(arguments.get("content"), "args.content")}
+        if event.get("source") != "agent":
+            return None
+        self._calls.add(identifier := f"event{event.get('id')}")
+        rest = {key: value for key, value in arguments.items() if key != "thought"}
+        return {
+            "role": "assistant",
+            "content": text_of(arguments.get("thought"), "args.thought"),
+            "tool_calls": [call(name, rest, identifier)],
+        }
+
+    def _result(self, event: Record) -> Message | None:
+        metadata = _metadata(event)
+        identifier = metadata.get("tool_call_id") or f"event{event.get('cause')}"
+        if not metadata and identifier not in self._calls:
+            return None
+        content = text_of(without_media(event.get("content"), self._source), "content")
+        message = {"role": "tool", "content": content, "tool_call_id": identifier}
+        name = metadata.get("function_name")
+        return message if name is None else {**message, "name": name}
+
+    def _condense(self, arguments: Record) -> None:
+        forgotten = arguments.get("forgotten_event_ids")
+        if forgotten is None:
+            first, last = arguments.get("forgotten_events_start_id"), arguments.get("forgotten_events_end_id")
+            first = expect(first, int, "args.forgotten_events_start_id", "the id of an event")
+            last = expect(last, int, "args.forgotten_events_end_id", "the id of an event")
+            forgotten = range(first, last + 1)
+        kept = [
+            (name, m) for event, name in self._ids.items() if name not in forgotten for m in event.messages
+        ]
+        if isinstance(summary := arguments.get("summary"), str):
+            offset = arguments.get("summary_offset")
+            place = min(offset, len(kept)) if type(offset) is int and offset >= 0 else len(kept)
+            kept.insert(place, (None, {"role": "user", "content": summary}))
+        self._last, self._ids = None, {}
+        for name, message in kept:
+            self._append(context([message])[0], name)
+
+
+def _metadata(event: Record) -> Record:
+    return expect(event.get("tool_call_metadata") or {}, dict, "tool_call_metadata", "an object")
+
+
+def _answer(response: Record) -> Message:
+    """Returns the message of a response in the form of Chat Completions."""
+    choices = expect(response.get("choices"), list, "model_response.choices", "a list of one choice")
+    where = "model_response.choices[0]"
+    choice = expect(choices[0] if choices else None, dict, where, "a choice")
+    said = expect(choice.get("message"), dict, f"{where}.message", "an object")
+    message: Message = {"role": "assistant", "content": text_of(said.get("content"), f"{where}.content")}
+    if said.get("reasoning_content"):
+        message["reasoning_content"] = said["reasoning_content"]
+    if calls := said.get("tool_calls"):
+        message["tool_calls"] = [
+            call(function.get("name"), function.get("arguments"), item.get("id"))
+            for item in expect(calls, list, f"{where}.tool_calls", "a list")
+            for function in [expect(item.get("function"), dict, f"{where}.tool_calls", "calls of functions")]
+        ]
+    if choice.get("finish_reason") is not None:
+        message["finish_reason"] = choice["finish_reason"]
+    return message
