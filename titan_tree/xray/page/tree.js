@@ -1,0 +1,111 @@
+// One tree of the payload: where its segments lie, and what is known about each of them.
+// The payload is described in titan_tree/xray/payload.py. n segments, parents before children, depth first.
+
+export class Tree {
+  constructor(data) {
+    const n = data.tokens.length;
+    Object.assign(this, { data, n, parent: data.parent, tokens: data.tokens, paths: data.paths, samples: data.samples });
+    this.depth = new Float64Array(n); // position of the first token on its paths
+    this.offset = new Float64Array(n + 1); // index of the first token in the tree
+    this.row = new Int32Array(n); // the first leaf below, and one past the last one
+    this.rowEnd = new Int32Array(n);
+    this.end = new Int32Array(n); // one past the last segment of the subtree
+    let leaves = 0;
+    this.longest = 0;
+    for (let i = 0; i < n; i++) {
+      const p = this.parent[i];
+      this.depth[i] = p < 0 ? 0 : this.depth[p] + this.tokens[p];
+      this.offset[i + 1] = this.offset[i] + this.tokens[i];
+      this.longest = Math.max(this.longest, this.depth[i] + this.tokens[i]);
+      this.row[i] = leaves;
+      if (i + 1 === n || this.parent[i + 1] !== i) leaves++;
+    }
+    this.rows = leaves;
+    for (let i = n - 1; i >= 0; i--) {
+      if (!this.end[i]) (this.end[i] = i + 1), (this.rowEnd[i] = this.row[i] + 1); // a leaf
+      const p = this.parent[i];
+      if (p >= 0 && !this.end[p]) (this.end[p] = this.end[i]), (this.rowEnd[p] = this.rowEnd[i]); // its last child
+    }
+    const known = this.sumUp((sample) => (sample.reward === null ? 0 : 1));
+    this.reward = this.sumUp((sample) => sample.reward ?? 0).map((sum, i) => sum / known[i]); // NaN: none known
+  }
+
+  // Adds a value of every sample to all segments on its path.
+  sumUp(value) {
+    const sums = new Float64Array(this.n);
+    for (const sample of this.samples) sums[sample.segment] += value(sample);
+    return this.addUp(sums);
+  }
+
+  // Adds to each segment the values of all segments below it.
+  addUp(sums) {
+    for (let i = this.n - 1; i >= 0; i--) if (this.parent[i] >= 0) sums[this.parent[i]] += sums[i];
+    return sums;
+  }
+
+  children(i) {
+    const found = [];
+    for (let c = i + 1, end = i < 0 ? this.n : this.end[i]; c < end; c = this.end[c]) found.push(c);
+    return found;
+  }
+
+  pathTo(i) {
+    const path = [];
+    for (; i >= 0; i = this.parent[i]) path.unshift(i);
+    return path;
+  }
+
+  samplesThrough(i) {
+    return this.samples.filter((sample) => sample.segment >= i && sample.segment < this.end[i]);
+  }
+
+  // The turns of all samples in order, as titan_tree/data/turns.py has them. A turn knows the tokens that it has
+  // in each segment. Its state is the token before it, and its node that token with its own last one.
+  get turns() {
+    if (this._turns) return this._turns;
+    const turns = [];
+    this.samples.forEach((sample, number) => {
+      let segment = sample.segment;
+      const own = [];
+      const tokenAt = (position) => this.offset[segment] + position - this.depth[segment];
+      for (const [start, end] of [...sample.turns].reverse()) {
+        while (this.depth[segment] >= end) segment = this.parent[segment];
+        const last = tokenAt(end - 1);
+        const pieces = [];
+        for (let until = end; ; segment = this.parent[segment]) {
+          const from = Math.max(start, this.depth[segment]);
+          if (until > from) pieces.push([segment, until - from]);
+          until = from;
+          if (this.depth[segment] < start) break; // it holds the token before the turn
+        }
+        const state = tokenAt(start - 1);
+        const node = state * this.offset[this.n] + last;
+        own.push({ sample: number, rollout: sample.rollout, state, node, pieces, weight: sample.weight });
+      }
+      turns.push(...own.reverse());
+    });
+    return (this._turns = turns);
+  }
+
+  // What the advantages of the turns do to each segment and to all that follows it. Sums run over samples and
+  // their trained tokens.
+  credit(values) {
+    const [sum, count, net, gross] = [0, 0, 0, 0].map(() => new Float64Array(this.n));
+    this.turns.forEach((turn, t) => {
+      for (const [segment, tokens] of turn.pieces) {
+        sum[segment] += values[t] * tokens;
+        count[segment] += tokens;
+        net[segment] += values[t] * turn.weight * tokens;
+        gross[segment] += Math.abs(values[t] * turn.weight * tokens);
+      }
+    });
+    const ratio = (numerator, denominator) => numerator.map((x, i) => x / denominator[i]); // 0 / 0: NaN
+    return {
+      advantage: ratio(sum, count),
+      net: net.map((x, i) => (count[i] ? x / this.tokens[i] : NaN)), // per token
+      agreement: ratio(net.map(Math.abs), gross),
+      netBelow: this.addUp(net.slice()),
+      grossBelow: this.addUp(gross.slice()),
+    };
+  }
+}
