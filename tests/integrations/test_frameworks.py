@@ -28,6 +28,7 @@ from titan_tree.components.tree_loss import TreeLoss, register_loss
 from titan_tree.errors import UserError
 from titan_tree.integrations.frameworks import AReaL, PrimeRL, SkyRL, Slime
 from titan_tree.tree.batch import PathPairs
+from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
 
@@ -299,6 +300,51 @@ def test_steps_of_a_skyrl_trajectory_are_one_rollout() -> None:
     stats = TokenTree.from_paths(paths).stats
     assert (stats.n_flat, stats.n_tree) == (17, 6 + 2 + 1)  # 1 to 6, then 7 and 8, then 9
     assert {path.rollout_tokens for path in SkyRL.to_paths(output | {"trajectory_ids": None})} == {1, 2}
+
+
+def test_merging_the_steps_of_skyrl_changes_neither_the_tree_nor_what_is_trained() -> None:
+    """Four steps, and the two rows that ``merge_stepwise_output`` of SkyRL makes of them.
+
+    The first response ends with a token of the environment. The prompt of step 3 tokenizes the history anew.
+    """
+    name = SimpleNamespace(instance_id="a", repetition_id=0)
+    steps = {
+        "prompt_token_ids": [[1], [1, 2, 3, 4], [1, 23, 5], [1, 23, 5, 6, 7]],
+        "response_ids": [[2, 3], [5], [6], [8, 9]],
+        "loss_masks": [[1, 0], [1], [1], [1, 1]],
+        "rewards": [0.0, 0.0, 0.0, 1.0],
+        "stop_reasons": ["stop"] * 4,
+        "rollout_logprobs": [[-1.0, 0.0], [-2.0], [-3.0], [-4.0, -5.0]],
+        "trajectory_ids": [name] * 4,
+        "is_last_step": [False, False, False, True],
+        "env_metrics": [{"turns": 4}] * 4,
+    }
+    merged = {
+        "prompt_token_ids": [[1], [1, 23, 5]],
+        "response_ids": [[2, 3, 4, 5], [6, 7, 8, 9]],
+        "loss_masks": [[1, 0, 0, 1], [1, 0, 1, 1]],
+        "rollout_logprobs": [[-1.0, 0.0, 0.0, -2.0], [-3.0, 0.0, -4.0, -5.0]],
+        "trajectory_ids": [name] * 2,
+        "is_last_step": [False, True],
+    }
+    trees = [TokenTree.from_paths(SkyRL.to_paths(output)) for output in (steps, merged)]
+    assert [(len(tree.paths), tree.stats.n_flat, tree.stats.n_tree) for tree in trees] == [
+        (4, 3 + 5 + 4 + 7, 11),  # 1 to 5, then 23 and 5 to 9
+        (2, 5 + 7, 11),
+    ]
+    trained = [sorted(_trained(path) for path in tree.paths) for tree in trees]
+    assert [sum(part, ()) for part in trained] == [
+        ((2, -1.0), (5, -2.0), (6, -3.0), (8, -4.0), (9, -5.0))
+    ] * 2
+    assert [path.rollout_tokens for tree in trees for path in tree.paths] == [5] * 6
+
+
+def _trained(path: TokenPath) -> tuple[tuple[int, float], ...]:
+    """Returns the trained tokens of a path with their log-probs."""
+    assert path.rollout_logprobs is not None
+    return tuple(
+        (path.tokens[i].item(), path.rollout_logprobs[i].item()) for i in path.loss_mask.nonzero()[0]
+    )
 
 
 def test_skyrl_gets_values_of_responses() -> None:

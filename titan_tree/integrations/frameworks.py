@@ -70,8 +70,8 @@ SKYRL = Fields(
     "advantages=advantage "
     "action_log_probs=old_logprobs base_action_log_probs=ref_logprobs rollout_logprobs "
     "rollout_expert_indices=routed_experts rollout_sample_support=support trajectory_ids=rollout_id",
-    "rewards rollout_metrics is_last_step trajectory_generation_times trajectory_time_splits "
-    "rollout_sample_support_logprobs",
+    "rewards reward_components rollout_metrics env_metrics is_last_step trajectory_generation_times "
+    "trajectory_time_splits rollout_sample_support_logprobs",
     {
         "pixel_values image_grid_thw": IMAGES,
         "is_hinted": "samples with hints are not supported; remove them, or the field",
