@@ -8,7 +8,7 @@ import torch
 
 from tests.support.cases import for_each
 from tests.support.datasets import sample_reader
-from tests.support.traces import GYM, LIGHTNING, TRACE, node
+from tests.support.traces import GYM, LIGHTNING, TRACE, call, episode, node
 from titan_tree import TreeBatch, TreeLoss
 from titan_tree.errors import UserError
 from titan_tree.tree.token_tree import TokenTree
@@ -88,6 +88,23 @@ def test_traces_of_a_task_form_one_group_in_any_order_and_share_their_reward(tmp
     assert TokenTree.from_paths(groups["a"]).stats.n_tree == 16
 
 
+def test_the_traces_of_an_episode_join_the_group_of_their_episode(tmp_path):
+    """A judge is not trained, and an episode that failed is left out. Without a group, tasks form groups."""
+    judge = TRACE | {"id": "j", "agent": {"name": "judge", "trainable": False}}
+    rows = [
+        episode(TRACE, judge),
+        episode(TRACE | {"id": "t2"}, ok=False),
+        episode(TRACE | {"id": "t3"}, TRACE | {"id": "t4"}, group=None),
+        episode(TRACE | {"id": "t5", "task": {"hash": "of another task"}}),
+    ]
+    groups = dict(read(write(tmp_path / "traces.jsonl", *rows)))
+    assert {name: len(paths) for name, paths in groups.items()} == {"g1": 8, "search-1": 8}
+    for paths in groups.values():
+        assert [path.loss_tokens for path in paths] == [3, 1, 1, 1] * 2
+        stats = TokenTree.from_paths(paths).stats
+        assert (stats.n_flat, stats.n_leaf, stats.n_tree) == (50, 25, 16)
+
+
 def test_token_mean_of_a_trace_is_the_mean_over_each_sampled_token_once(tmp_path):
     """As prime-rl trains the branches: the loss of its samples, with its masks, on each branch alone."""
     ((_, paths),) = read(write(tmp_path / "traces.jsonl", TRACE))
@@ -139,8 +156,17 @@ def changed(row, *keys, to):
     return row
 
 
+def test_gym_reads_sampling_masks_and_leaves_out_rollouts_without_a_reliable_reward(tmp_path):
+    first = changed(GYM, "response", "output", 0, "sampling_mask", to=[[3, 9], None])
+    masked = GYM | {"_ng_rollout_index": 2, "mask_sample": True}
+    ((_, paths),) = read(write(tmp_path / "rollouts.jsonl", first | {"mask_sample": False}, masked))
+    assert len(paths) == 3
+    assert [ids.tolist() for ids in paths[0].sampling_mask.by_token()] == [[], [], [3, 9], []]
+
+
 UNKNOWN = "unknown field, which might change the loss; remove it"
 ENTRIES = "expected 2 entries, one per sampled token, got 1"
+SHORT = changed(TRACE, "nodes", 2, "mask", to=[True])
 KEYS = "task: expected key or hash, which names the group; add a group_id to the row"
 SECOND = ("response", "output", 2)
 
@@ -150,7 +176,12 @@ SECOND = ("response", "output", 2)
     [
         (changed(TRACE, "nodes", 2, "kept", to=1), f"nodes[2].kept: {UNKNOWN}"),
         (changed(TRACE, "nodes", 2, "logprobs", to=[-1.0]), f"nodes[2].logprobs: {ENTRIES}"),
-        (changed(TRACE, "nodes", 2, "mask", to=[True]), "nodes[2].mask: expected 3 entries, got 1"),
+        (SHORT, "nodes[2].mask: expected 3 entries, got 1"),
+        (
+            episode(TRACE, seed=3),
+            "traces[0]: seed: unknown field of a task. List it in data.ignore_fields to ignore it",
+        ),
+        (episode(TRACE, SHORT), "traces[1]: nodes[2].mask: expected 3 entries, got 1"),
         (changed(TRACE, "nodes", 2, "parent", to=2), "nodes[2].parent: expected an earlier node, got 2"),
         (
             changed(TRACE, "nodes", 1, "message", to={"content": [{"type": "image_url"}]}),
@@ -206,7 +237,7 @@ SECOND = ("response", "output", 2)
             "triplets[0].prompt.image_urls: expected text only",
         ),
         (
-            changed(GYM, "response", "output", to=[]),
+            changed(GYM, "response", "output", to=[call([], [], [])]),  # as if without token ids
             "response.output: no token ids; record the rollouts with a client that returns them",
         ),
     ],

@@ -47,9 +47,30 @@ TRACE = {
     "rewards": {"correct": {"score": 1.0, "weight": 0.5}, "format": {"score": 0.25}, "judge": None},
     "metrics": {"num_turns": 5.0},
     "ok": True,
+    "is_timeout": False,
     "errors": [{"type": "Timeout", "message": "of an earlier attempt"}],
     "info": {"step": 3},
+    "num_input_tokens": 9,
+    "num_output_tokens": 8,
+    "num_total_tokens": 17,
 }
+
+
+def episode(*traces, **fields):
+    """Returns an episode, as verifiers writes it to traces.jsonl and prime-rl to traces/stream."""
+    return {
+        "id": "e1",
+        "env": {"id": "search", "name": "search"},
+        "task": TRACE["task"],
+        "group": {"id": "g1"},
+        "run": {"type": "train", "id": "r", "work": {"type": "train", "step": 3}},
+        "ok": True,
+        "is_timeout": False,
+        "errors": [],
+        "traces": list(traces),
+        "num_total_tokens": 17,
+        **fields,
+    }
 
 
 def call(prompt, ids, logprobs, **fields):

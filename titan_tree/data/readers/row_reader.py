@@ -50,7 +50,7 @@ class RowReader(Reader):
 
     def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
         self.path = source.path
-        for place, row in rows(source):
+        for place, row in self.rows(source):
             with errors_at(place):
                 if any(map(asks_for_schema, (row, row.get("request")))):
                     self.warn(ANSWER_SCHEMA)
@@ -62,6 +62,10 @@ class RowReader(Reader):
                         f"{name}.convert: expected a dict, got {type(record).__name__}; return a record"
                     )
             yield place, record
+
+    def rows(self, source: Source) -> Iterator[tuple[Place, Record]]:
+        """Yields the rows of a file, each with its place."""
+        return rows(source)
 
     def warn(self, message: str) -> None:
         """Logs a warning about the file once."""

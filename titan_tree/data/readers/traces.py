@@ -15,7 +15,7 @@ from typing import Any
 from titan_tree.data.readers import Place, Record, Source
 from titan_tree.data.readers.chat import without
 from titan_tree.data.readers.row_reader import RowReader, expect
-from titan_tree.errors import UserError, shorten
+from titan_tree.errors import UserError, errors_at, shorten
 
 Node = dict[str, Any]
 
@@ -75,30 +75,58 @@ NODE_REFUSED = {
 TRACE_LEFT_OUT = (
     *("version", "id", "verifiers", "task", "agent", "tools", "nodes", "calls", "mm_token_type_id_map"),
     *("request_rewrites", "response_rewrites", "rewards", "metrics", "root_reply", "extra_usage"),
-    *("is_completed", "ok", "stop_condition", "errors", "timing"),
+    *("is_completed", "is_timeout", "ok", "stop_condition", "errors", "timing"),
+    *("num_input_tokens", "num_output_tokens", "num_total_tokens"),
 )
+EPISODE_LEFT_OUT = (
+    *("id", "env", "task", "group", "run", "ok", "is_timeout", "errors", "traces"),
+    *("num_input_tokens", "num_output_tokens", "num_total_tokens"),
+)
+FAILED = "left out traces with an error, or of an agent that is not trained"
 
 
 class VerifiersReader(TraceReader):
-    """Reads ``traces.jsonl`` of verifiers v1, one trace per row, as prime-rl trains on it:
+    """Reads traces of verifiers v1, as prime-rl trains on them. A row is a trace, or an episode with several:
 
         {"id", "task": {"key" or "hash"}, "ok", "agent": {"trainable"},
          "rewards": {name: {"score", "weight"}},
          "nodes": [{"parent", "token_ids", "mask", "logprobs", "advantages", "reference_logprobs"}],
          "calls": [{"node", "sampling": {"temperature"}}]}
 
+        {"env", "task", "group": {"id"}?, "ok", "traces": [traces of all agents]}
+
+    verifiers writes episodes to ``traces.jsonl``, prime-rl to ``traces/stream/*.jsonl``. Traces with one
+    ``group.id`` of their episodes, or else with one task, form a group.
+
     A node holds the tokens that a message adds. A branch is the path from a root to a leaf. A sampled node
     that several branches share is trained in the first of them, and is context in the others. Left out are
-    branches without tokens to train, compactions that the agent did not resume from, traces with an error,
-    and traces of agents that are not trained.
+    branches without tokens to train, compactions that the agent did not resume from, episodes and traces with
+    an error, and traces of agents that are not trained.
 
-    Sources, PrimeIntellect-ai/verifiers: ``verifiers/v1/trace.py`` (``Trace``, ``Branch``; 00eee6c),
-    ``verifiers/v1/graph.py`` (``MessageNode``; 0184474, newer fields from an unknown commit),
-    ``verifiers/v1/cli/output.py`` (041e0a3). PrimeIntellect-ai/prime-rl: ``iter_trainable_branches`` of
-    ``orchestrator/trajectories.py`` (unknown commit). No file that these projects wrote was tried.
+    Sources: ``v1/trace.py``, ``v1/graph.py`` and ``v1/episode.py`` of verifiers 0.4.0, whose graph builder
+    and writer made the files on which this reader was checked. Of PrimeIntellect-ai/prime-rl,
+    ``iter_trainable_branches`` of ``orchestrator/trajectories.py``, and ``monitors/file/monitor.py``.
     """
 
+    def rows(self, source: Source) -> Iterator[tuple[Place, Record]]:
+        """Yields the traces of a file. What an episode says of all its traces becomes a part of each."""
+        for place, row in super().rows(source):
+            if "traces" not in row:
+                yield place, row
+                continue
+            with errors_at(place):
+                traces = _objects(row["traces"], "traces")
+                group = expect(row.get("group") or {}, dict, "group", "an object").get("id")
+            if row.get("ok") is False:
+                self.warn(FAILED)
+                continue
+            shared = without(row, EPISODE_LEFT_OUT) | ({} if group is None else {"group_id": group})
+            for index, trace in enumerate(traces):
+                yield f"{place}: traces[{index}]", trace | shared
+
     def recognizes_row(self, row: Record) -> bool:
+        if isinstance(row.get("traces"), list):
+            return isinstance(row.get("env"), dict) and isinstance(row.get("task"), dict)
         nodes = row.get("nodes")
         return isinstance(nodes, list) and any(isinstance(node, dict) and "message" in node for node in nodes)
 
@@ -118,7 +146,7 @@ class VerifiersReader(TraceReader):
         agent = expect(row.get("agent") or {}, dict, "agent", "an object")
         is_ok = row["ok"] if row.get("ok") is not None else not row.get("errors")
         if not is_ok or agent.get("trainable") is False:
-            self.warn("left out traces with an error, or of an agent that is not trained")
+            self.warn(FAILED)
             return []
         nodes = _objects(row.get("nodes"), "nodes")
         for index, node in enumerate(nodes):
@@ -250,7 +278,10 @@ def _reward(row: Record) -> float | None:
 
 
 GYM_TOKENS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
-GYM_LEFT_OUT = ("responses_create_params", "response", "agent_ref", "_ng_task_index", "_ng_rollout_index")
+GYM_LEFT_OUT = (
+    *("responses_create_params", "response", "agent_ref", "mask_sample"),
+    *("_ng_task_index", "_ng_rollout_index"),
+)
 
 
 class NemoGymReader(TraceReader):
@@ -260,12 +291,13 @@ class NemoGymReader(TraceReader):
          "response": {"output": [{"prompt_token_ids", "generation_token_ids", "generation_log_probs", ...}]}}
 
     Each item of ``output`` with token ids is a model call: its prompt is context, its generation is trained.
-    A call whose prompt begins with the tokens of an earlier one continues its path in the tree. The fields
-    that an environment adds to a row are unknown; list them in ``data.ignore_fields``.
+    A call whose prompt begins with the tokens of an earlier one continues its path in the tree. A rollout
+    with ``mask_sample`` has no reliable reward and is left out. The fields that an environment adds to a row
+    are unknown; list them in ``data.ignore_fields``.
 
-    Sources, NVIDIA-NeMo/Gym: ``nemo_gym/openai_utils.py`` (``TokenIDLogProbMixin``; 009d2fe), and its tests
-    for ``_ng_task_index`` and ``_ng_rollout_index`` (unknown commit). The place of the temperature is that of
-    OpenAI's schema. No file that NeMo Gym wrote was tried.
+    Source: ``nemo_gym/openai_utils.py`` (``TokenIDLogProbMixin``) of nemo-gym 0.7.0, and the files
+    ``example_rollouts.jsonl`` in that package, on which this reader was checked. They have no sampling mask,
+    whose form is that in NVIDIA-NeMo/RL, and no temperature, whose place is that of OpenAI's schema.
     """
 
     def recognizes_row(self, row: Record) -> bool:
@@ -284,6 +316,9 @@ class NemoGymReader(TraceReader):
         return record | {"id": record.get("id") or f"rollout{row['_ng_rollout_index']}"}
 
     def trajectories(self, row: Record) -> list[Record]:
+        if row.get("mask_sample"):
+            self.warn("left out rollouts with mask_sample, whose rewards are not reliable")
+            return []
         request = expect(row.get("responses_create_params"), dict, "responses_create_params", "an object")
         response = expect(row.get("response"), dict, "response", "an object with output")
         temperature = request.get("temperature")
@@ -292,7 +327,7 @@ class NemoGymReader(TraceReader):
         records: list[Record] = []
         for index, call in enumerate(_objects(response.get("output"), "response.output")):
             where = f"response.output[{index}]"
-            if not any(call.get(name) is not None for name in GYM_TOKENS):
+            if not any(call.get(name) for name in GYM_TOKENS):  # missing, or empty lists
                 continue
             prompt, ids, logprobs = (
                 expect(call.get(name), list, f"{where}.{name}", "a list") for name in GYM_TOKENS
@@ -304,6 +339,9 @@ class NemoGymReader(TraceReader):
             if call.get("routed_experts"):
                 raise UserError(f"{where}.routed_experts: not supported; remove it")
             record = _call(prompt, ids, logprobs, row.get("reward"))
+            if call.get("sampling_mask") is not None:
+                mask = expect(call["sampling_mask"], list, f"{where}.sampling_mask", "a list")
+                record["sampling_mask"] = [None] * len(prompt) + mask
             records.append(record | {"id": f"call{len(records)}", "temperature": temperature})
         if not records:
             raise UserError(f"response.output: {NO_TOKENS}")
@@ -328,9 +366,9 @@ class AgentLightningReader(TraceReader):
     rollout: ``final_reward``, or else the last reward of a triplet. Rollouts whose tasks have equal ``input``
     form a group. Log-probs are numbers, or objects with ``logprob``, as in OpenAI's ``logprobs.content``.
 
-    Sources, microsoft/agent-lightning: ``RolloutLegacy`` and ``Triplet`` of ``agentlightning/types``,
-    ``adapter/triplet.py`` (0baa3f0). ``model_dump_json`` of such rollouts writes the rows. No file that Agent
-    Lightning wrote was tried.
+    Sources: ``types/core.py`` (``RolloutLegacy``, ``Triplet``) and ``adapter/triplet.py`` of agentlightning
+    0.3.0. ``model_dump_json`` of such rollouts wrote the rows on which this reader was checked. Version 1.0
+    has no triplets.
     """
 
     def recognizes_row(self, row: Record) -> bool:
