@@ -146,6 +146,7 @@ def test_data_and_inspect_import_neither_torch_nor_omegaconf() -> None:
         "import sys, titan_tree, titan_tree.cli, titan_tree.data.dataset, titan_tree.data.divergence\n"
         "titan_tree.TokenTree, titan_tree.TreeTokenizer, titan_tree.TreeDataset, titan_tree.UserError\n"
         "assert titan_tree.cli.main(['inspect', 'demo', '--limit', '1']) == 0\n"
+        "assert titan_tree.cli.main(['xray', 'demo', '--json']) == 0\n"
         "assert not {'torch', 'triton', 'omegaconf', 'transformers'} & set(sys.modules)\n"
     )
 

@@ -20,6 +20,7 @@ from titan_tree.signals import keyboard_interrupts
 
 VERBS = {  # name -> summary; a verb's module is imported only when the verb runs
     "inspect": "show how much the samples of data files share, and what is trained",
+    "xray": "show what rollouts and sessions of coding agents repeat, as a page",
     "ingest": "tokenize data files into a token store",
     "score": "write the log-probs of a model for the samples of data files",
     "plan": "estimate the memory and the time of a run before it starts",
@@ -28,6 +29,7 @@ VERBS = {  # name -> summary; a verb's module is imported only when the verb run
 }
 EXAMPLES = """examples:
   titan-tree inspect demo
+  titan-tree xray ~/.claude/projects
   titan-tree ingest rollouts.jsonl rollouts.store --tokenizer /models/Qwen3-1.7B
   titan-tree score rollouts.jsonl scored.jsonl --model /models/Qwen3-1.7B
   titan-tree plan train_configs/qwen3_8b.toml --gpus 8

@@ -69,7 +69,7 @@ class Turns:
         return [
             Turn(p, start, end, int(tokens[start - 1]), (int(tokens[start - 1]), int(tokens[end - 1])))
             for p, (path, tokens) in enumerate(zip(self.paths, index, strict=True))
-            for start, end in _runs(path.loss_mask)
+            for start, end in runs(path.loss_mask)
         ]
 
     @cached_property
@@ -189,7 +189,7 @@ def _group(pairs: Iterable[tuple[Hashable, int]]) -> dict[Hashable, set[int]]:
     return groups
 
 
-def _runs(loss_mask: np.ndarray) -> list[tuple[int, int]]:
+def runs(loss_mask: np.ndarray) -> list[tuple[int, int]]:
     """Returns [start, end) of each run of counted tokens. Nothing predicts token 0, so it is in no run."""
     is_counted = np.concatenate([[False], loss_mask[1:] > 0, [False]])
     edges = np.flatnonzero(np.diff(is_counted)) + 1

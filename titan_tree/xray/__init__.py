@@ -1,1 +1,9 @@
-"""The X-ray of rollouts: where their tokens repeat, why they part, and which branches earn credit."""
+"""titan-tree xray: what rollouts and sessions of coding agents repeat, without a GPU and without a model.
+
+sources.py    files, folders and sessions -> groups of records
+rendering.py  a group -> paths, and the kind of message that each token belongs to
+segments.py   a token tree -> segments, the columns of the page
+payload.py    all trees -> the payload, a JSON object
+sentences.py  totals -> three sentences
+page/         the payload -> one HTML file
+"""

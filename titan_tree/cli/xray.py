@@ -1,0 +1,65 @@
+"""Shows what rollouts and sessions of coding agents repeat. Needs no GPU and no model.
+
+titan-tree xray ~/.claude/projects          all sessions of Claude Code
+titan-tree xray rollouts.jsonl --tokenizer /models/Qwen3-1.7B
+titan-tree xray demo --json > xray.json     the numbers of the page, for programs
+
+A folder is searched for files of any format of docs/data.md. Broken files and lines are counted and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from titan_tree.cli.data_arguments import add_data_arguments, data_config, progress_bar
+from titan_tree.components.tree_tokenizer import TreeTokenizer
+from titan_tree.data.readers import DEMO
+from titan_tree.data.sample_reader import SampleReader
+from titan_tree.xray.payload import Xray
+from titan_tree.xray.rendering import Renderer
+from titan_tree.xray.sources import Sources
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command line of ``titan-tree xray``."""
+    add = parser.add_argument
+    add_data_arguments(parser)
+    add("--json", action="store_true", help="print the payload as JSON")
+    add("--no-text", action="store_true", help="leave out all texts, so that the numbers can be shared")
+    for option, meaning in (
+        ("--max-tokens", "also show partitions of at most N tokens"),
+        ("--ranks", "also show which of N ranks trains on each tree"),
+    ):
+        add(option, type=_positive, nargs="+", default=[], metavar="N", help=meaning)
+
+
+def _positive(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
+    return number
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs ``titan-tree xray``. Raises UserError if there is nothing to show."""
+    tokenizer = None if args.tokenizer is None else TreeTokenizer.load(args.tokenizer, args.template)
+    name, sources = ", ".join(args.files), Sources(args.files, args.format)
+    args.files = [DEMO]  # ``sources`` reads the files; the reader makes samples of their groups
+    xray = Xray(
+        sources,
+        Renderer(SampleReader(data_config(args), tokenizer)),
+        name=name,
+        has_text=not args.no_text,
+        max_tokens=args.max_tokens,
+        ranks=args.ranks,
+    )
+    with progress_bar() as open_file:
+        payload = xray.payload(open_file)
+    if args.json:
+        json.dump(payload, sys.stdout, ensure_ascii=False, separators=(",", ":"))
+        print()
+        return
+    for line in (*payload["sentences"], *payload["notes"]):
+        print(line)

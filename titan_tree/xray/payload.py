@@ -1,0 +1,260 @@
+"""All trees of some sources -> the payload: one JSON object, which the page and --json show.
+
+    {"version", "name", "tokenizer": its name or "bytes", "sentences": [3 texts], "notes": [texts],
+     "totals": {"groups", "samples", "calls", "n_calls", "n_flat", "n_leaf", "n_tree"},
+     "kinds": [names], "repeats": [tokens per kind], "reasons": [[reason, branch points, tokens], ...],
+     "skipped": {what: count}, "trees": [...]}
+
+A tree is {"id", "n_calls", "n_flat", "n_leaf", "n_tree"}, columns with one entry per segment (segments.py):
+"parent", "tokens", "paths", "calls", "trained", "kind", "text", "reason" and perhaps "logprob", and its
+samples: {"segment", "turns", "rollout", "reward", "advantage", "weight"}. "turns" are the first and the last
+segment of each answer, which estimators of advantages need; "advantage" has one number per answer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from titan_tree.data.data_files import Group
+from titan_tree.data.readers import OpenFile, open_binary
+from titan_tree.data.turns import runs
+from titan_tree.errors import UserError
+from titan_tree.tree.token_tree import TokenTree
+from titan_tree.xray.rendering import KINDS, KindFinder, RenderedPath, Renderer
+from titan_tree.xray.segments import Segments, find_reasons, find_segments, logprobs, texts
+from titan_tree.xray.sentences import count, sentences
+from titan_tree.xray.sources import Sources
+
+VERSION = 1
+PAGE_TEXT = 4_000_000  # characters of all texts together
+LEAST_TEXT = 24  # characters that each segment may show nevertheless
+BYTES_PER_TOKEN = 4  # of English and code, for estimates
+SUMS = ("n_calls", "n_flat", "n_leaf", "n_tree")
+
+
+class Xray:
+    """Reads sources, and gathers what their payload holds.
+
+    Args:
+        sources: the groups.
+        renderer: makes paths of them.
+        name: the title of the page.
+        has_text: whether segments show how their texts begin.
+        max_tokens: sizes of partitions to draw.
+        ranks: numbers of ranks to distribute the trees over.
+    """
+
+    def __init__(
+        self,
+        sources: Sources,
+        renderer: Renderer,
+        name: str,
+        has_text: bool = True,
+        max_tokens: Sequence[int] = (),
+        ranks: Sequence[int] = (),
+    ) -> None:
+        self._sources, self._renderer, self._name = sources, renderer, name
+        self._has_text, self._max_tokens, self._ranks = has_text, max_tokens, ranks
+        self._kinds = KindFinder(renderer.tokenizer)
+        self._trees: list[dict[str, Any]] = []
+        self._repeats = np.zeros(len(KINDS), np.int64)
+        self._reasons: dict[str, list[int]] = {}  # number in the payload, branch points, tokens
+        self._totals: Counter[str] = Counter(dict.fromkeys(("groups", "samples", "calls", *SUMS), 0))
+        self._sizes: list[np.ndarray] = []  # of the trees, for ranks
+        self._hidden: list[float] = []  # tokens of prompts that sessions leave out, estimated
+
+    def payload(self, open_file: OpenFile = open_binary) -> dict[str, Any]:
+        """Reads all groups, and returns the payload.
+
+        Args:
+            open_file: opens a file for reading; a progress bar wraps files here.
+
+        Raises:
+            UserError: there is no group with an answer of a model.
+        """
+        for group in self._sources.groups(open_file):
+            self._add(group)
+        if not self._trees:
+            reason = next(iter(self._sources.problems), "the files hold no rollouts that a reader knows")
+            raise UserError(f"nothing to show: {reason}")
+        self._assign_ranks()
+        self._shorten_texts()
+        order = sorted(
+            range(len(self._trees)), key=lambda i: self._trees[i]["n_tree"] - self._trees[i]["n_calls"]
+        )
+        names = sorted(self._reasons, key=lambda name: -self._reasons[name][1])
+        numbers = {self._reasons[name][0]: number for number, name in enumerate(names)} | {-1: -1}
+        for tree in self._trees:
+            tree["reason"] = [numbers[number] for number in tree["reason"]]
+        reasons = [(name, self._reasons[name][1], self._reasons[name][2]) for name in names]
+        unit = "bytes" if self._renderer.has_bytes else "tokens"
+        repeats = self._repeats.tolist()
+        return {
+            "version": VERSION,
+            "name": self._name,
+            "tokenizer": "bytes" if self._renderer.has_bytes else "tokens",
+            "sentences": sentences(self._totals, repeats, reasons, unit),
+            "notes": self._notes(),
+            "totals": dict(self._totals),
+            "kinds": list(KINDS),
+            "repeats": repeats,
+            "reasons": reasons,
+            "skipped": dict(self._sources.skipped),
+            "trees": [self._trees[i] for i in order],
+        }
+
+    def _add(self, group: Group) -> None:
+        """Adds the tree of a group."""
+        try:
+            rendered = self._renderer.paths(group)
+            if not rendered:
+                self._sources.skipped["group without an answer"] += 1
+                return
+            tree = TokenTree.from_paths([item.path for item in rendered])
+        except UserError as error:
+            self._sources.problems.append(str(error))
+            return
+        segments = find_segments(tree, self._tree_kinds(tree, rendered))
+        decode = self._renderer.decode
+        of_segment, points = find_reasons(tree, segments, decode)
+        for reason, number in points.items():
+            self._reasons.setdefault(reason, [len(self._reasons), 0, 0])[1] += number
+        for segment, reason in of_segment.items():
+            first = segments.first[segment]
+            self._reasons[reason][2] += int(tree.subtree_end[first] - first)
+        stats = tree.stats
+        sizes = {
+            "n_calls": segments.n_calls,
+            "n_flat": stats.n_flat,
+            "n_leaf": stats.n_leaf,
+            "n_tree": stats.n_tree,
+        }
+        self._totals.update(sizes | {"groups": 1, "samples": len(rendered), "calls": segments.num_calls})
+        self._repeats += segments.repeated()
+        scored = logprobs(tree, segments)
+        self._trees.append(
+            {
+                "id": group.id,
+                **sizes,
+                "parent": segments.parent.tolist(),
+                "tokens": segments.tokens.tolist(),
+                "paths": segments.paths.tolist(),
+                "calls": segments.calls.tolist(),
+                "trained": segments.trained.astype(int).tolist(),
+                "kind": segments.kind.tolist(),
+                "text": texts(tree, segments, decode) if self._has_text else None,
+                "reason": [
+                    self._reasons[of_segment[i]][0] if i in of_segment else -1
+                    for i in range(len(segments.first))
+                ],
+                **({} if scored is None else {"logprob": scored}),
+                "samples": list(_samples(segments, rendered)),
+                "partitions": {str(size): _partitions(tree, segments, size) for size in self._max_tokens},
+            }
+        )
+        self._estimate_hidden(rendered)
+        if self._ranks:
+            from titan_tree.tree.costs import tree_sizes  # imports torch
+
+            self._sizes.append(tree_sizes([tree])[0])
+
+    def _tree_kinds(self, tree: TokenTree, rendered: Sequence[RenderedPath]) -> np.ndarray:
+        """Returns [N] the kind of each token of a tree: that on the first path through it."""
+        kinds = np.zeros(len(tree), np.int8)
+        chosen = dict(zip(reversed(tree.path_node.tolist()), reversed(range(len(rendered))), strict=True))
+        for leaf in reversed(tree.leaves.tolist()):
+            kinds[tree.indices_of(chosen[leaf])] = self._kinds.kinds(rendered[chosen[leaf]])
+        return kinds
+
+    def _estimate_hidden(self, rendered: Sequence[RenderedPath]) -> None:
+        """Estimates the tokens of each first prompt that the file does not have."""
+        for path, _, trajectory in rendered:
+            counted = trajectory.record.get("prompt_tokens")
+            answers = runs(path.loss_mask)
+            if type(counted) is int and answers and path.weight:
+                visible = answers[0][0] / (BYTES_PER_TOKEN if self._renderer.has_bytes else 1)
+                self._hidden.append(max(counted - visible, 0.0))
+
+    def _notes(self) -> list[str]:
+        """Returns what limits the numbers."""
+        notes = []
+        if self._renderer.has_bytes:
+            notes.append("Tokens are bytes here; --tokenizer FOLDER counts those of your model.")
+        if self._hidden:
+            notes.append(
+                "Session files leave out the system prompt and the tool schemas. By the API's usage, they "
+                f"have about {np.median(self._hidden):,.0f} tokens per call. This is an estimate, and the "
+                "numbers above leave them out."
+            )
+        if skipped := self._sources.skipped:
+            counts = ", ".join(f"{number:,} x {kind}" for kind, number in skipped.most_common())
+            notes.append(f"Left out: {counts}.")
+        if problems := self._sources.problems:
+            notes.append(f"{count(len(problems), 'part')} could not be read, such as {problems[0]}.")
+        return notes
+
+    def _shorten_texts(self) -> None:
+        """Cuts the texts of segments, so that all together fit the page."""
+        shown = [text for tree in self._trees for text in tree["text"] or ()]
+        if sum(map(len, shown)) > PAGE_TEXT:
+            limit = max(PAGE_TEXT // len(shown), LEAST_TEXT)
+            for tree in self._trees:
+                tree["text"] = [text[:limit] for text in tree["text"]]
+
+    def _assign_ranks(self) -> None:
+        """Sets the rank of each tree, for each number of ranks."""
+        if not self._ranks:
+            return
+        from titan_tree.balance.assignment import assign_freely  # these import torch
+        from titan_tree.tree.costs import QWEN3_1_7B
+
+        sizes = np.stack(self._sizes)
+        for number in self._ranks:
+            assigned = assign_freely(sizes, QWEN3_1_7B.tree_costs(), number, int(sizes[:, 0].max()))
+            for rank, micro_batches in enumerate(assigned):
+                for tree in (tree for trees in micro_batches for tree in trees):
+                    self._trees[tree].setdefault("rank", {})[str(number)] = rank
+
+
+def _samples(segments: Segments, rendered: Sequence[RenderedPath]) -> Iterator[dict[str, Any]]:
+    """Yields what is known of each path. Paths of one rollout have the same number."""
+    rollouts: dict[object, int] = {}
+    for number, (path, _, trajectory) in enumerate(rendered):
+        record = trajectory.record
+        name = record.get("rollout_id")
+        owner = trajectory.place if name is None else ("rollout_id", str(name))
+        advantage = None
+        if path.advantage is not None:
+            advantage = [
+                round(float(path.advantage[start:end].mean()), 6) for start, end in runs(path.loss_mask)
+            ]
+        yield {
+            "id": path.id,
+            "segment": int(segments.last[number]),
+            "turns": segments.turns[number],
+            "rollout": rollouts.setdefault(owner, len(rollouts)),
+            "reward": record.get("reward"),
+            "advantage": advantage,
+            "weight": float(path.weight),
+        }
+
+
+def _partitions(tree: TokenTree, segments: Segments, max_tokens: int) -> list[list[int]]:
+    """Returns [segment, first token, end token, partition] per piece; tokens count from the segment on."""
+    from titan_tree.components.tree_partitioner import TreePartitioner  # imports torch
+
+    plan = TreePartitioner("redundancy_free", max_tokens).plan(tree)
+    owner = np.zeros(len(tree), np.int64)
+    for number, partition in enumerate(plan.partitions):
+        owner[partition.own_tokens] = number
+    starts = np.diff(owner, prepend=-1) != 0
+    starts[segments.first] = True
+    first = np.flatnonzero(starts)
+    segment = np.searchsorted(segments.first, first, side="right") - 1
+    end = np.append(first[1:], len(tree))
+    offset = segments.first[segment]
+    return np.stack([segment, first - offset, end - offset, owner[first]], axis=1).tolist()

@@ -1,0 +1,157 @@
+"""Token trees -> segments: runs of tokens with the same paths, the same kind of message and the same mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from titan_tree.data.divergence import ENDS, OTHER_TEXT, OTHER_TOKENS, branch_points
+from titan_tree.data.turns import runs
+from titan_tree.tree.paths import LOGPROBS
+from titan_tree.tree.token_tree import TokenTree
+from titan_tree.xray.rendering import KINDS
+
+Decode = Callable[[Iterable[int]], str]
+TEXT = 300  # characters of a segment that are kept, at most
+ANEW = "another conversation from its first message on"
+DIFFERS = {  # why paths diverge, by the kind of message that differs
+    "system": "another system prompt",
+    "tools": "other tool schemas",
+    "user": "another message of the user",
+    "assistant": "another answer",
+    "thought": "another thought",
+    "tool": "another result of a tool",
+    "other": OTHER_TEXT,
+}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Segments:
+    """The S segments of a token tree, in depth-first order. A parent precedes its children.
+
+    Attributes:
+        first: [S] the index of the first token of each segment.
+        parent: [S] the segment before it on its paths; -1 at a root.
+        tokens: [S] number of tokens.
+        kind: [S] index in ``KINDS``.
+        trained: [S] whether some path counts the tokens in the loss.
+        paths: [S] samples through the segment.
+        calls: [S] model calls through the segment: answers at or below it, each once per path that trains it.
+        last: [P] the last segment of each path.
+        turns: for each path, the first and the last segment of each of its answers.
+    """
+
+    first: np.ndarray
+    parent: np.ndarray
+    tokens: np.ndarray
+    kind: np.ndarray
+    trained: np.ndarray
+    paths: np.ndarray
+    calls: np.ndarray
+    last: np.ndarray
+    turns: list[list[list[int]]]
+
+    @property
+    def num_calls(self) -> int:
+        """The number of model calls."""
+        return sum(map(len, self.turns))
+
+    @property
+    def n_calls(self) -> int:
+        """Tokens if each model call, an answer with its context, is a sample of its own."""
+        return int((self.tokens * self.calls).sum())
+
+    def repeated(self) -> np.ndarray:
+        """Returns [kinds]: the tokens that are computed again if each model call is a sample of its own."""
+        again = self.tokens * np.maximum(np.where(self.calls > 0, self.calls, self.paths) - 1, 0)
+        return np.bincount(self.kind, again, minlength=len(KINDS)).astype(np.int64)
+
+
+def find_segments(tree: TokenTree, kinds: np.ndarray) -> Segments:
+    """Returns the segments of a tree.
+
+    Args:
+        tree: a tree with whole paths.
+        kinds: [N] int8: the index in ``KINDS`` of each token of the tree.
+    """
+    size = len(tree)
+    trained = np.zeros(size, bool)
+    starts = np.zeros(size + 1, bool)
+    starts[tree.node_offsets[:-1]] = True
+    ends = np.zeros(size + 1, np.int64)  # answers whose last token is the one before
+    spans = []  # of each path: first and last tokens of its answers
+    for number, path in enumerate(tree.paths):
+        index = tree.indices_of(number)
+        trained[index[1:][path.loss_mask[1:] > 0]] = True
+        pairs = np.array(runs(path.loss_mask), np.int64).reshape(-1, 2)
+        span = index[pairs - [0, 1]].reshape(-1, 2)
+        starts[span[:, 0]] = starts[span[:, 1] + 1] = True
+        np.add.at(ends, span[:, 1] + 1, 1)
+        spans.append(span)
+    starts[1:size] |= (kinds[1:] != kinds[:-1]) | (trained[1:] != trained[:-1])
+    first = np.flatnonzero(starts[:size])
+    node = np.searchsorted(tree.node_offsets, first, side="right") - 1
+    segment_of = np.cumsum(starts[:size]) - 1
+    before = tree.predecessor[first]
+    below = np.cumsum(ends)
+    return Segments(
+        first=first,
+        parent=np.where(before < 0, -1, segment_of[before]),
+        tokens=np.diff(first, append=size),
+        kind=kinds[first],
+        trained=trained[first],
+        paths=tree.node_paths[node],
+        calls=below[tree.subtree_end[first]] - below[first],
+        last=segment_of[tree.path_index[tree.path_offsets[1:] - 1]],
+        turns=[segment_of[span].tolist() for span in spans],
+    )
+
+
+def find_reasons(
+    tree: TokenTree, segments: Segments, decode: Decode
+) -> tuple[dict[int, str], dict[str, int]]:
+    """Returns why segments diverge from heavier siblings, and the number of branch points per reason."""
+    of_segment: dict[int, str] = {}
+    points: dict[str, int] = {}
+    segment_of_first = {int(token): number for number, token in enumerate(segments.first)}
+    for point in branch_points(tree, lambda ids: decode(ids)):
+        reasons = set()
+        for child in point.children:
+            if not child.reason:
+                continue
+            segment = segment_of_first[int(tree.node_offsets[child.node])]
+            reason = child.reason
+            if reason in (OTHER_TEXT, OTHER_TOKENS):
+                reason = ANEW if point.depth <= 1 else DIFFERS[KINDS[segments.kind[segment]]]
+            of_segment[segment] = reason
+            reasons.add(reason)
+        for reason in reasons - {ENDS}:
+            points[reason] = points.get(reason, 0) + 1
+    return of_segment, points
+
+
+def texts(tree: TokenTree, segments: Segments, decode: Decode) -> list[str]:
+    """Returns how the text of each segment begins."""
+    return [
+        decode(tree.tokens[start : start + min(length, TEXT)])[:TEXT]
+        for start, length in zip(segments.first.tolist(), segments.tokens.tolist(), strict=True)
+    ]
+
+
+def logprobs(tree: TokenTree, segments: Segments) -> list[float | None] | None:
+    """Returns the mean log-prob of the trained tokens of each segment, or None if no path has log-probs."""
+    total, count = np.zeros(len(tree)), np.zeros(len(tree))
+    for number, path in enumerate(tree.paths):
+        values: Any = next((v for name in LOGPROBS if (v := getattr(path, name)) is not None), None)
+        if values is not None:
+            is_scored = (path.loss_mask > 0) & np.isfinite(values)
+            index = tree.indices_of(number)[is_scored]
+            total[index] += values[is_scored]  # a path has a token once
+            count[index] += 1
+    if not count.any():
+        return None
+    sums, counts = (np.add.reduceat(array, segments.first) for array in (total, count))
+    return [round(s / n, 4) if n else None for s, n in zip(sums.tolist(), counts.tolist(), strict=True)]
