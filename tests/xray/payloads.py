@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_tree.data.turns import _runs
+from titan_tree.data.turns import runs
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
@@ -36,7 +36,7 @@ def tree_payload(
     tree = TokenTree.from_paths(paths)
     trained = np.zeros(len(tree), bool)
     for p, path in enumerate(paths):
-        for start, end in _runs(path.loss_mask):
+        for start, end in runs(path.loss_mask):
             trained[tree.indices_of(p)[start:end]] = True
     kind = np.where(trained, 3, 6) if kind is None else kind
     starts = np.zeros(len(tree), bool)
@@ -75,7 +75,7 @@ def tree_payload(
                 "advantage": None,
                 "weight": path.weight,
                 "rollout": owner,
-                "turns": _runs(path.loss_mask),
+                "turns": runs(path.loss_mask),
             }
             for p, (path, owner) in enumerate(zip(paths, owners, strict=True))
         ],

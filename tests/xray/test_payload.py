@@ -150,8 +150,9 @@ def test_broken_files_in_a_folder_are_counted(tmp_path, sessions, capsys):
     assert "nothing to show: the files hold no rollouts that a reader knows" in capsys.readouterr().err
 
 
-def test_the_command_prints_three_sentences(sessions, capsys):
-    assert main(["xray", sessions[0]]) == 0
+def test_the_command_prints_three_sentences_and_writes_a_page(sessions, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    assert main(["xray", sessions[0], "-o", str(page)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == [
         "6 model calls of 1 group hold 208 distinct bytes: 2.0 times less to compute than every call as a "
@@ -161,6 +162,8 @@ def test_the_command_prints_three_sentences(sessions, capsys):
         "Branches diverge at 2 points, and hold 98 bytes from there on: another conversation from its first "
         "message on (1), another message of the user (1).",
     ]
+    assert lines[-1] == f"The page: {page}"
+    assert page.read_text().startswith("<!doctype html>")
 
 
 def test_no_text_leaves_out_all_texts(sessions, capsys):

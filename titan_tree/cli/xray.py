@@ -1,4 +1,6 @@
-"""Shows what rollouts and sessions of coding agents repeat. Needs no GPU and no model.
+"""Shows what rollouts and sessions of coding agents repeat, and draws their trees on a page.
+
+It needs no GPU and no model.
 
 titan-tree xray ~/.claude/projects          all sessions of Claude Code
 titan-tree xray rollouts.jsonl --tokenizer /models/Qwen3-1.7B
@@ -12,11 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 
 from titan_tree.cli.data_arguments import add_data_arguments, data_config, progress_bar
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.readers import DEMO
 from titan_tree.data.sample_reader import SampleReader
+from titan_tree.errors import printable
+from titan_tree.xray.page.render import write_page
 from titan_tree.xray.payload import Xray
 from titan_tree.xray.rendering import Renderer
 from titan_tree.xray.sources import Sources
@@ -26,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command line of ``titan-tree xray``."""
     add = parser.add_argument
     add_data_arguments(parser)
-    add("--json", action="store_true", help="print the payload as JSON")
+    add("-o", "--out", default="xray.html", metavar="FILE", help="the page to write (default: xray.html)")
+    add("--json", action="store_true", help="print the numbers of the page as JSON, and write no page")
     add("--no-text", action="store_true", help="leave out all texts, so that the numbers can be shared")
     for option, meaning in (
         ("--max-tokens", "also show partitions of at most N tokens"),
@@ -63,3 +69,5 @@ def run(args: argparse.Namespace) -> None:
         return
     for line in (*payload["sentences"], *payload["notes"]):
         print(line)
+    write_page(payload, Path(args.out))
+    print(f"The page: {printable(args.out)}")
