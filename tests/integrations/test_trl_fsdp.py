@@ -53,8 +53,8 @@ def train(rank: int, ports: list[int], folder: Path) -> None:
         recorded |= {"ddp_backend": "gloo", "gradient_checkpointing": True, **ACCUMULATE}
         assert_equal(*(grpo(folder, tree, prepare=shard, **recorded) for tree in (None, {})))
         for change, message in (
-            ({"fsdp_version": 1}, "SFTTrainer: fsdp_version: expected 2 on trees, got 1: several ranks need"),
-            ({"cpu_offload": torch.distributed.fsdp.CPUOffloadPolicy()}, "fsdp cpu_offload: expected False"),
+            ({"fsdp_version": 1}, "SFTTrainer: fsdp_version: expected 2 on trees, got 1: train with Distr"),
+            ({"cpu_offload": torch.distributed.fsdp.CPUOffloadPolicy()}, "fsdp_offload_params: expected False"),
         ):
             trainer = make_other(SFTTrainer, folder, ddp_backend="gloo")
             shard(trainer)

@@ -44,6 +44,10 @@ REFUSALS: dict[str, tuple[Callable[[Any], Any], str]] = {
         with_attribute("args.label_smoothing_factor", 0.1),
         "label_smoothing_factor: expected none",
     ),
+    "batching": (
+        with_attribute("args.use_transformers_continuous_batching", True),
+        "use_transformers_continuous_batching: expected none on trees, got True: it needs attention",
+    ),
     "offloading": (
         with_attribute("args.activation_offloading", True),
         "activation_offloading: expected none",
@@ -81,11 +85,11 @@ REFUSALS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "twice": (
         treeify,
-        "treeify: SFTTrainer: expected a new trainer of transformers, or of TRL",
+        "treeify: SFTTrainer: expected a model that treeify has not changed yet; call it once for a trainer",
     ),
     "plain model": (
         lambda trainer: trainer.model.__dict__.pop("forward"),
-        "treeify: SFTTrainer: expected a new trainer of transformers",
+        "treeify: SFTTrainer: expected a trainer of transformers, or of TRL for SFT, DPO, KTO, GRPO or RLOO",
     ),
 }
 
@@ -121,7 +125,9 @@ def test_adapters_that_cannot_run_on_trees_are_refused(folder: Path, adapter: An
 
 
 def test_fp16_is_refused(folder: Path) -> None:
-    with pytest.raises(UserError, match="mixed precision: expected bf16 or none on trees, got fp16"):
+    with pytest.raises(
+        UserError, match=r"mixed precision: expected bf16 or none on trees, got fp16: .*; set bf16=True$"
+    ):
         treeify(make_other(SFTTrainer, folder, fp16=True))
 
 

@@ -42,6 +42,7 @@ try:
     from transformers.utils import ModelOutput
 
     from titan_tree.integrations.tree_view import RowForest, TreeView, row_scores
+    from titan_tree.models.transformers.attention_function import NAMES
 except ImportError as error:
     raise UserError(
         f"titan_tree.integrations.hugging_face: {error}; run pip install 'titan_tree[transformers]', or "
@@ -50,13 +51,14 @@ except ImportError as error:
 
 TRL = "1.16.0"
 MIXED_PRECISION = {"no": None, "bf16": torch.bfloat16}
-# Settings of a trainer's arguments that must be off, and why or what to do.
+# Settings of a trainer's arguments that must be off: why, and what to do.
 REFUSED_SETTINGS = {
-    "use_liger_kernel": "titan_tree has kernels of its own",
-    "torch_compile": "treeify compiles the layers itself",
-    "neftune_noise_alpha": "a token of a tree has one noise for all of its paths",
+    "use_liger_kernel": "titan_tree has kernels of its own; leave it out",
+    "torch_compile": "treeify compiles the layers itself; leave it out",
+    "neftune_noise_alpha": "a token of a tree has one noise for all of its paths; leave it out",
+    "use_transformers_continuous_batching": "it needs attention of transformers; leave it out",
     "activation_offloading": "use gradient_checkpointing or max_tokens",
-    "label_smoothing_factor": "it needs logits of all tokens",
+    "label_smoothing_factor": "it needs logits of all tokens; leave it out",
 }
 # Arguments of the fused head that do not change what it returns.
 IGNORED = {"use_cache", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
@@ -92,6 +94,11 @@ def treeify(trainer: Any, max_tokens: int | None = None, compile: bool | None = 
     dtype = MIXED_PRECISION[trainer.accelerator.mixed_precision]
     for wrapped in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
         model = _unwrapped(trainer, wrapped)
+        if model.config._attn_implementation in NAMES.values():
+            raise UserError(
+                f"treeify: {type(trainer).__name__}: expected a model that treeify has not changed yet; call "
+                "it once for a trainer, and load the model again for a new one"
+            )
         options = _head_options(trainer, model)
         head = _Head(TreeView(model, dtype), forests, log, **options)
         _add_head(model, head)
@@ -126,14 +133,17 @@ def _head_options(trainer: Any, model: Any) -> dict[str, Any]:
                 "cast_lm_head_to_fp32: expected False on trees, whose logits are fp32 in any case"
             )
         return {"temperature": options["temperature"], "outputs": options["outputs"]}
-    if not _has_stock_loss(trainer) or "head" in options:
+    if not _has_stock_loss(trainer):
         raise UserError(
-            f"treeify: {type(trainer).__name__}: expected a new trainer of transformers, or of TRL for SFT, "
-            "DPO, KTO, GRPO or RLOO; others have losses of their own"
+            f"treeify: {type(trainer).__name__}: expected a trainer of transformers, or of TRL for SFT, DPO, "
+            "KTO, GRPO or RLOO; others have losses of their own, so train them without treeify"
         )
     loss = getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
     if loss != "ForCausalLMLoss":
-        raise UserError(f"treeify: loss_function: expected ForCausalLMLoss of transformers, got {loss}")
+        raise UserError(
+            f"treeify: loss_function: expected ForCausalLMLoss of transformers, got {loss}; use a "
+            "causal language model"
+        )
     return {"temperature": 1.0, "outputs": ("log_probs",)}
 
 
@@ -426,7 +436,7 @@ def _check_trainer(trainer: Any, max_tokens: int | None) -> None:
     for name, reason in REFUSED_SETTINGS.items():
         if value := getattr(trainer.args, name, None):
             refuse(name, "none", value, reason)
-    several_ranks = "several ranks need DistributedDataParallel or FSDP2"
+    several_ranks = "train with DistributedDataParallel or FSDP2"
     if trainer.is_deepspeed_enabled:
         refuse("is_deepspeed_enabled", False, True, several_ranks)
     if trainer.is_fsdp_enabled:
@@ -434,7 +444,7 @@ def _check_trainer(trainer: Any, max_tokens: int | None) -> None:
         if plugin.fsdp_version != 2:
             refuse("fsdp_version", 2, plugin.fsdp_version, several_ranks)
         if hasattr(plugin.cpu_offload, "pin_memory"):  # only CPUOffloadPolicy has it
-            refuse("fsdp cpu_offload", False, True, "it has not been tested")
+            refuse("fsdp_offload_params", False, True, "it has not been tested; set it to false")
         if max_tokens is not None:
             refuse("max_tokens", None, max_tokens, "with FSDP2, every rank runs its forest in one pass")
     if any(hasattr(parameter, "device_mesh") for parameter in trainer.model.parameters()):
@@ -442,11 +452,10 @@ def _check_trainer(trainer: Any, max_tokens: int | None) -> None:
     if (parallelism := trainer.accelerator.parallelism_config) is not None and parallelism.total_size > 1:
         refuse("parallelism_config", "none", parallelism, several_ranks)
     if trainer.accelerator.mixed_precision not in MIXED_PRECISION:
-        refuse(
-            "mixed precision", "bf16 or none", trainer.accelerator.mixed_precision, "it has not been tested"
-        )
+        got = trainer.accelerator.mixed_precision
+        refuse("mixed precision", "bf16 or none", got, "its loss scaling has not been tested; set bf16=True")
     if callable(trainer.compute_loss_func):  # with some versions of transformers, TRL sets it to a string
-        refuse("compute_loss_func", "none", "a function", "it needs logits of all tokens")
+        refuse("compute_loss_func", "none", "a function", "it needs logits of all tokens; leave it out")
     config = trainer.model.config.get_text_config()
     if getattr(trainer, "aux_loss_enabled", False) or getattr(config, "output_router_logits", False):
         refuse(
@@ -457,4 +466,6 @@ def _check_trainer(trainer: Any, max_tokens: int | None) -> None:
         )
     adapters = getattr(trainer.model, "peft_config", {}).values()
     if any(adapter.is_prompt_learning for adapter in adapters):
-        refuse("peft_config", "adapters of layers", "prompt learning", "it adds tokens to every row")
+        refuse(
+            "peft_config", "adapters of layers", "prompt learning", "it adds tokens to every row; use LoRA"
+        )
