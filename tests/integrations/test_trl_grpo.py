@@ -10,7 +10,17 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
-from tests.support.trl_runs import ACCUMULATE, Run, assert_equal, cases, grpo, save_model, with_tool
+from tests.support.trl_runs import (
+    ACCUMULATE,
+    LOSSES,
+    ON_RANKS,
+    Run,
+    assert_equal,
+    cases,
+    grpo,
+    save_model,
+    with_tool,
+)
 
 pytest.importorskip("trl")
 
@@ -38,17 +48,14 @@ def test_five_steps_equal_those_of_grpo_trainer(folder: Path) -> None:
 
 SEQUENCE = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}
 CASES: dict[str, dict[str, Any]] = {
-    # In the second iteration, ratios differ from 1.
-    **{
-        loss: {"loss_type": loss, "num_iterations": 2}
-        for loss in ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "vespo")
-    },
-    "luspo": {"loss_type": "luspo", "num_iterations": 2, "importance_sampling_level": "sequence"},
+    **LOSSES,
     "sequence level": {"loss_type": "grpo", "num_iterations": 2, **SEQUENCE},
     "reference model": {"loss_type": "grpo", "beta": 0.1},
     "LoRA": {"loss_type": "grpo", "beta": 0.1, "peft": True},
     "truncated rows": {"loss_type": "dapo", "beta": 0.1, "mask_truncated_completions": True},
     "tool mask": {"loss_type": "dapo", "rollout": with_tool, "max_completion_length": 32},
+    "rewards over the batch": {"loss_type": "grpo", "scale_rewards": "batch"},
+    "rewards as they are": {"loss_type": "grpo", "scale_rewards": "none"},
     "temperature": {"loss_type": "dapo", "temperature": 0.7},
     "entropy bonus": {"loss_type": "grpo", "entropy_coef": 0.1},
     "entropy quantile": {"loss_type": "grpo", "top_entropy_quantile": 0.5, **ACCUMULATE},
@@ -74,7 +81,6 @@ CASES: dict[str, dict[str, Any]] = {
         "steps_per_generation": 2,
         "gradient_accumulation_steps": 6,
         "per_device_train_batch_size": 4,
-        "max_steps": 4,
     },
     "LoRA, checkpointing, two iterations, accumulation": {
         "loss_type": "grpo",
@@ -95,19 +101,23 @@ CASES: dict[str, dict[str, Any]] = {
 
 LONG_TAIL = ("temperature", "reentrant checkpointing", "bnpo", "mean over micro-batches")
 LONG_TAIL += ("two steps per generation", "uneven last step", "truncated rows")
+LONG_TAIL += ("rewards over the batch", "rewards as they are")
 LONG_TAIL += ("dr_grpo", "sapo", "vespo", "luspo")  # TRL computes the losses
 
 
 @pytest.fixture(scope="module")
-def stock(folder: Path) -> Callable[[str], Run]:
-    """Returns the run of the stock trainer for a case. Each is trained once."""
-    return functools.cache(lambda name: grpo(folder, **CASES[name]))
+def stock(folder: Path) -> Callable[[str, int], Run]:
+    """Returns the run of the stock trainer for a case and a number of steps. Each is trained once."""
+    return functools.cache(lambda name, steps: grpo(folder, **CASES[name], max_steps=steps))
 
 
-@pytest.mark.parametrize(("name", "max_tokens"), cases(CASES, LONG_TAIL, ("sequence level", "LoRA")))
-def test_grpo(folder: Path, stock: Callable[[str], Run], name: str, max_tokens: int | None) -> None:
+@pytest.mark.parametrize(("name", "max_tokens", "steps"), cases(CASES, LONG_TAIL, ("sequence level", "LoRA")))
+def test_grpo(
+    folder: Path, stock: Callable[[str, int], Run], name: str, max_tokens: int | None, steps: int
+) -> None:
     """In partitions, at most 30 tokens run at once, and a row has 30 to 44. Logged metrics are equal, too."""
-    assert_equal(stock(name), grpo(folder, {"max_tokens": max_tokens}, **CASES[name]))
+    tree = grpo(folder, {"max_tokens": max_tokens}, **CASES[name], max_steps=steps)
+    assert_equal(stock(name, steps), tree)
 
 
 def test_the_rows_of_a_step_are_one_forest(folder: Path) -> None:
@@ -176,13 +186,13 @@ def test_mixed_precision_is_no_worse_than_in_the_stock_trainer(folder: Path, max
 def train_on_ranks(rank: int, ports: list[int], folder: Path) -> None:
     torch.set_num_threads(1)
     with as_rank(rank, 2, ports[0]):
-        options: dict[str, Any] = {"loss_type": "dapo", "ddp_backend": "gloo", "beta": 0.1}
-        stock = grpo(folder, **options, **ACCUMULATE)
-        assert stock.trainer.accelerator.num_processes == 2
-        for max_tokens in (None, 30):
-            tree = grpo(folder, {"max_tokens": max_tokens}, **options, **ACCUMULATE)
-            assert type(tree.trainer.model_wrapped).__name__ == "DistributedDataParallel"
-            assert_equal(stock, tree)
+        for options in ON_RANKS:
+            stock = grpo(folder, **options)
+            assert stock.trainer.accelerator.num_processes == 2
+            for max_tokens in (None, 30):
+                tree = grpo(folder, {"max_tokens": max_tokens}, **options)
+                assert type(tree.trainer.model_wrapped).__name__ == "DistributedDataParallel"
+                assert_equal(stock, tree)
         own = torch.cat([p.flatten() for p in tree.weights.values()])
         both = [torch.empty_like(own) for _ in range(2)]
         dist.all_gather(both, own)
@@ -196,5 +206,5 @@ def train_on_ranks(rank: int, ports: list[int], folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_two_ranks_train_as_the_stock_trainer_does(folder: Path) -> None:
-    """With accumulation and a reference model, in one pass and in partitions."""
+    """Every loss, and LoRA, with accumulation and a reference model, in one pass and in partitions."""
     run_ranks(train_on_ranks, 2, folder)

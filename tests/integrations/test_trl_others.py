@@ -59,20 +59,31 @@ LONG_TAIL = ("SFT, wrapped", "DPO, reference ahead", "RLOO, two iterations, accu
 
 
 @pytest.fixture(scope="module")
-def stock(folder: Path) -> Callable[[str], Run]:
-    """Returns the run of the stock trainer for a case. Each is trained once."""
-    return functools.cache(lambda name: run(make_other(OTHERS[name][0], folder, **OTHERS[name][1])))
+def make(folder: Path) -> Callable[[str, int], Any]:
+    """Returns a function that makes the trainer of a case, for a number of steps."""
+    return lambda name, steps: make_other(OTHERS[name][0], folder, **OTHERS[name][1], max_steps=steps)
+
+
+@pytest.fixture(scope="module")
+def stock(make: Callable[[str, int], Any]) -> Callable[[str, int], Run]:
+    """Returns the run of the stock trainer for a case and a number of steps. Each is trained once."""
+    return functools.cache(lambda name, steps: run(make(name, steps)))
 
 
 @pytest.mark.parametrize(
-    ("name", "max_tokens"), cases(OTHERS, LONG_TAIL, ("SFT, padding-free", "DPO, weighting"))
+    ("name", "max_tokens", "steps"), cases(OTHERS, LONG_TAIL, ("SFT, padding-free", "DPO, weighting"))
 )
-def test_other_trainers(folder: Path, stock: Callable[[str], Run], name: str, max_tokens: int | None) -> None:
-    cls, options = OTHERS[name]
-    trainer = make_other(cls, folder, **options)
+def test_other_trainers(
+    make: Callable[[str, int], Any],
+    stock: Callable[[str, int], Run],
+    name: str,
+    max_tokens: int | None,
+    steps: int,
+) -> None:
+    trainer = make(name, steps)
     treeify(trainer, max_tokens)
     tree = run(trainer)
-    assert_equal(stock(name), tree)
+    assert_equal(stock(name, steps), tree)
     assert tree.logs[0]["tree/distinct_tokens"] <= tree.logs[0]["tree/row_tokens"]
 
 
