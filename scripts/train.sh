@@ -2,7 +2,7 @@
 # Train a model. The first run sets up the Python environment (scripts/setup.sh).
 #
 #   ./scripts/train.sh                            the demo: a tiny model on the bundled sample; about a minute on a CPU
-#   ./scripts/train.sh CONFIG [key=value ...]     your configuration, on all GPUs of this machine or on the CPU
+#   ./scripts/train.sh CONFIG [key=value ...]     titan-tree train CONFIG, on all GPUs of this machine or on the CPU
 #
 # For several machines, start torchrun on each of them; see docs/parallelism.md.
 set -euo pipefail
@@ -14,12 +14,8 @@ export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 if (($# == 0)); then
     exec "$python" -m titan_tree.train --config "$root/train_configs/demo.toml"
 fi
-config=$1
-shift
-gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
-if ((gpus > 1)); then
-    # This is torchrun, started with the interpreter chosen above.
-    exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus" \
-        -m titan_tree.train --config "$config" "$@"
+processes=1
+if [[ $1 != -h && $1 != --help ]]; then
+    processes=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')
 fi
-exec "$python" -m titan_tree.train --config "$config" "$@"
+exec "$python" -m titan_tree train --nproc "$processes" "$@"

@@ -221,7 +221,7 @@ def test_every_kind_of_part_can_be_the_users_own(folder: Path) -> None:
     tables += ['plugins = ["own.kinds"]', 'data.advantage = "centred"']  # by its registered name
     tables += ['metrics.loggers = ["csv", "own.kinds:Steps"]', 'model.flavor = "mine"', 'folder = "out"']
     Path("own.toml").write_text("\n".join([*tables, "data.workers = 1"]))
-    command = [sys.executable, "-m", "titan_tree.train", "--config", "own.toml", *SETTINGS]
+    command = [sys.executable, "-m", "titan_tree", "train", "own.toml", *SETTINGS]
     run = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert run.returncode == 0, run.stderr
 

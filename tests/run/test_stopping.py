@@ -108,8 +108,8 @@ def test_what_is_told_is_true(
 @pytest.mark.slow
 @pytest.mark.parametrize("number", exhaustive((signal.SIGTERM,), [signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_before_the_first_step_ends_the_run_at_once(number: signal.Signals, tmp_path: Path) -> None:
-    arguments = ["--config", str(write_config(tmp_path)), f"folder={tmp_path / 'run'}"]
-    command = [sys.executable, "-m", "titan_tree.train", *arguments]
+    arguments = [str(write_config(tmp_path)), f"folder={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "titan_tree", "train", *arguments]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.readline()  # a log line that precedes the first step
@@ -128,7 +128,7 @@ def test_ctrl_c_ends_a_command_from_its_import_on(tmp_path: Path) -> None:
     (package / "__init__.py").write_text(source.replace("__version__ =", f"{report}\n__version__ =", 1))
     for command, expected in (
         (["-m", "titan_tree.train"], "SIG_DFL"),
-        (["-mtitan_tree.cli"], "SIG_DFL"),
+        (["-mtitan_tree"], "SIG_DFL"),
         (["-c", "import titan_tree"], "default_int_handler"),
     ):
         ended = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True)

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
+import titan_tree.cli
 import titan_tree.registry
 from tests.support.markdown import Block, blocks
-from titan_tree.cli import bench
-from titan_tree.cli import main as titan_tree_command
+from titan_tree.cli import bench, train
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import DataConfig
 from titan_tree.config.lightning import LightningRunConfig
@@ -132,8 +132,12 @@ def _check_command(words: list[str]) -> None:
         name, *options = arguments[1:]
         if not name.startswith("-"):
             bench.parse(import_module(f"titan_tree.bench.{name}"), name, options)
+    elif program == "titan-tree" and arguments[0] in ("train", "rl"):
+        args = titan_tree.cli.parse(arguments)
+        module = "titan_tree.rl" if arguments[0] == "rl" else train.TRAINERS[args.trainer]
+        train.load(module, args.config, args.overrides)
     elif program == "titan-tree":
-        assert titan_tree_command(arguments) == 0, words
+        assert titan_tree.cli.main(arguments) == 0, words
     elif "titan_tree.train" in words:
         option, config, *overrides = words[words.index("titan_tree.train") + 1 :]
         assert option == "--config", words

@@ -1,4 +1,4 @@
-"""The command titan-tree: tools around training, which starts with `torchrun -m titan_tree.train`.
+"""The command titan-tree.
 
 To add a verb, write titan_tree/cli/VERB.py with two functions, ``add_arguments(parser)`` and ``run(args)``,
 and add a line to ``VERBS``. ``run`` may return an exit status other than 0. The module's docstring becomes
@@ -19,6 +19,8 @@ from titan_tree.errors import UserError, printable, unknown_name
 from titan_tree.signals import keyboard_interrupts
 
 VERBS = {  # name -> summary; a verb's module is imported only when the verb runs
+    "train": "train a model on data files",
+    "rl": "train a model on its own rollouts",
     "inspect": "show how much the samples of data files share, and what is trained",
     "xray": "show what rollouts and sessions of coding agents repeat, as a page",
     "ingest": "tokenize data files into a token store",
@@ -28,6 +30,8 @@ VERBS = {  # name -> summary; a verb's module is imported only when the verb run
     "doctor": "check the installation, the machine and a configuration, and say how to fix problems",
 }
 EXAMPLES = """examples:
+  titan-tree train train_configs/demo.toml training.steps=20
+  titan-tree rl train_configs/rl_demo.toml
   titan-tree inspect demo
   titan-tree xray ~/.claude/projects
   titan-tree ingest rollouts.jsonl rollouts.store --tokenizer /models/Qwen3-1.7B
@@ -50,20 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     1 means that stdout was closed or, from ``doctor``, that there are problems.
     """
-    argv = sys.argv[1:] if argv is None else argv
-    verb = argv[0] if argv else None
-    parser = _parser(verb)
-    if verb is None:
-        parser.print_help(sys.stderr)
-        return 2
-    if verb not in VERBS and not verb.startswith("-"):
-        parser.error(str(unknown_name("verb", verb, VERBS)))
-    args, rest = parser.parse_known_args(argv)
-    if hasattr(args, "overrides"):  # key=value, of which argparse takes no more after an option
-        args.overrides += [text for text in rest if not text.startswith("-")]
-        rest = [text for text in rest if text.startswith("-")]
-    if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args = parse(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # escape what the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -86,11 +77,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status or 0
 
 
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Returns the arguments of a verb; ``run`` is its function. Wrong ones and --help raise SystemExit."""
+    verb = argv[0] if argv else None
+    parser = _parser(verb)
+    if verb is None:
+        parser.print_help(sys.stderr)
+        raise SystemExit(2)
+    if verb not in VERBS and not verb.startswith("-"):
+        parser.error(str(unknown_name("verb", verb, VERBS)))
+    args, rest = parser.parse_known_args(argv)
+    if hasattr(args, "overrides"):  # key=value, of which argparse takes no more after an option
+        wrong = [text for text in rest if text.startswith("-") and "." not in text.partition("=")[0]]
+        args.overrides += [text for text in rest if text not in wrong]
+        rest = wrong
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return args
+
+
 def _parser(verb: str | None) -> argparse.ArgumentParser:
     """Returns a parser that knows the names of all verbs, and the arguments of ``verb``."""
     raw = argparse.RawDescriptionHelpFormatter
-    description = "Tools of titan_tree."
+    description = "Trains language models on token trees, and prepares, checks and measures it."
     parser = Parser("titan-tree", description=description, epilog=EXAMPLES, formatter_class=raw)
+    version = import_module("titan_tree").__version__
+    parser.add_argument("--version", action="version", version=f"titan-tree {version}")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     for name, summary in VERBS.items():
         verb_parser = verbs.add_parser(name, help=summary, formatter_class=raw)

@@ -2,7 +2,7 @@
 
 titan-tree ingest rollouts.jsonl.gz rollouts.store --tokenizer /models/Qwen3-1.7B
 titan-tree inspect rollouts.store
-scripts/train.sh CONFIG data.files=rollouts.store
+titan-tree train CONFIG.toml data.files=rollouts.store
 
 Training on a store sees the same trees in the same order as training on the files.
 """

@@ -5,8 +5,8 @@
     losses.py     [loss] [router_loss] [router_bias]
     training.py   [training] [optimizer] [lr_scheduler] [parallel]
     outputs.py    [checkpoint] [metrics] [profiler]
-    lightning.py  [lightning], for python -m titan_tree.lightning
-    rl.py         [rl] [rl.server] [warm_start], for python -m titan_tree.rl
+    lightning.py  [lightning], for titan-tree train --trainer lightning
+    rl.py         [rl] [rl.server] [warm_start], for titan-tree rl
     checks.py     the base class of tables, and the checks of their fields
     files.py      opens regular files only
     toml.py       reads TOML files and key=value arguments, and writes TOML

@@ -1,4 +1,4 @@
-"""The table of ``python -m titan_tree.lightning`` besides those of training: [lightning]."""
+"""The table of ``titan-tree train --trainer lightning`` besides those of training: [lightning]."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ class LightningConfig(Checked, table="lightning"):
 
 @dataclass(kw_only=True)
 class LightningRunConfig(Config):
-    """All tables of a configuration for ``python -m titan_tree.lightning``."""
+    """All tables of a configuration for ``titan-tree train --trainer lightning``."""
 
     lightning: LightningConfig = field(default_factory=LightningConfig)

@@ -1,4 +1,4 @@
-"""The tables of ``python -m titan_tree.rl``: those of training, [rl], [rl.server] and [warm_start]."""
+"""The tables of ``titan-tree rl``: those of training, [rl], [rl.server] and [warm_start]."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class WarmStartConfig(Checked, table="warm_start"):
 
 @dataclass(kw_only=True)
 class RLRunConfig(Config):
-    """All tables of a configuration for ``python -m titan_tree.rl``."""
+    """All tables of a configuration for ``titan-tree rl``."""
 
     data: RLDataConfig = field(default_factory=RLDataConfig)
     rl: RLConfig = field(default_factory=RLConfig)

@@ -44,9 +44,9 @@ RENAMED = {
 # Other names of keys in the same table. ``dump_config`` writes the key.
 SYNONYMS = {"parallel.context_parallel": "sequence_parallel"}  # torchtitan's name
 COMMANDS = {  # tables that only one command has
-    "lightning": "titan_tree.lightning",
-    "rl": "titan_tree.rl",
-    "warm_start": "titan_tree.rl",
+    "lightning": "titan-tree train --trainer lightning",
+    "rl": "titan-tree rl",
+    "warm_start": "titan-tree rl",
 }
 # What a key of each type accepts.
 EXPECTED = {
@@ -227,7 +227,7 @@ class _Schema(NamedTuple):
         if key in RENAMED:
             return f"{key!r} was replaced by {RENAMED[key]}"
         if key in COMMANDS:
-            return f"unknown key {key!r}; this table is for python -m {COMMANDS[key]}; remove it here"
+            return f"unknown key {key!r}; this table is for {COMMANDS[key]}; remove it here"
         siblings = [field.name for field in dataclasses.fields(self.tables[table])]
         hints = [other for other in (*self.types, *self.tables) if name and other.rpartition(".")[2] == name]
         if not hints:

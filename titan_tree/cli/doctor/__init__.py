@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command line of ``titan-tree doctor``."""
     add = parser.add_argument
     add("--config", metavar="FILE.toml", help="also check whether a run with this configuration could start")
-    add("overrides", nargs="*", metavar="key=value", help="override a key of the configuration")
+    add("overrides", nargs="*", default=[], metavar="key=value", help="override a key of the configuration")
     add("--json", action="store_true", help="print the findings as JSON")
 
 

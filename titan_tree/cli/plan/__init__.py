@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command line of ``titan-tree plan``."""
     add = parser.add_argument
     add("config", metavar="CONFIG.toml", help="the configuration of the run")
-    add("overrides", nargs="*", metavar="key=value", help="override a key of the configuration")
+    add("overrides", nargs="*", default=[], metavar="key=value", help="override a key of the configuration")
     add("--gpus", required=True, metavar="N", help="number of GPUs")
     add("--gpu", default="h200", metavar="NAME", help="h200 (default), h100, or the GPU's memory in GiB")
     add("--groups", metavar="N", help="groups to sample from the data (default: data.global_batch_groups)")
