@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from titan_tree.data.turns import runs
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
+from titan_tree.xray.rendering import KINDS
+from titan_tree.xray.segments import find_segments, texts
 
-KINDS = ["system", "tools", "user", "assistant", "thought", "tool", "other"]
-REASONS = ["other text", "path ends here"]
+ASSISTANT, OTHER = KINDS.index("assistant"), KINDS.index("other")
 
 
 def tree_payload(
@@ -20,97 +20,67 @@ def tree_payload(
     paths: Sequence[TokenPath],
     rewards: Sequence[float | None],
     rollouts: Sequence[int] | None = None,
-    kind: np.ndarray | None = None,
-    text: Callable[[list[int]], str] = lambda tokens: " ".join(map(str, tokens)),
 ) -> dict[str, Any]:
-    """Returns an entry of ``trees``.
+    """Returns an entry of ``trees``. Tokens that a path trains are of an assistant, others are not.
 
     Args:
         name: its id.
         paths: the paths of one group.
         rewards: the reward of each rollout.
         rollouts: the rollout of each path. Default: each path is a rollout.
-        kind: index into KINDS of each token of the tree. Default: other if not trained, else assistant.
-        text: token ids -> text.
     """
     tree = TokenTree.from_paths(paths)
-    trained = np.zeros(len(tree), bool)
+    kinds = np.full(len(tree), OTHER, np.int8)
     for p, path in enumerate(paths):
-        for start, end in runs(path.loss_mask):
-            trained[tree.indices_of(p)[start:end]] = True
-    kind = np.where(trained, 3, 6) if kind is None else kind
-    starts = np.zeros(len(tree), bool)
-    starts[tree.node_offsets[:-1]] = True
-    starts[1:] |= (trained[1:] != trained[:-1]) | (kind[1:] != kind[:-1])
-    first = np.flatnonzero(starts)
-    segment = np.cumsum(starts) - 1
-    before = tree.predecessor[first]
-    parent = np.where(before < 0, -1, segment[before])
-    ends = [*first[1:], len(tree)]
-    seen: set[int] = set()
-    reason = []
-    for p in parent.tolist():
-        reason.append(0 if p in seen else -1)
-        seen.add(p)
-    stats = tree.stats
+        kinds[tree.indices_of(p)[1:][path.loss_mask[1:] > 0]] = ASSISTANT
+    segments = find_segments(tree, kinds)
+    parents = segments.parent.tolist()
     owners = range(len(paths)) if rollouts is None else rollouts
     return {
         "id": name,
-        "n_flat": stats.n_flat,
-        "n_leaf": stats.n_leaf,
-        "n_tree": stats.n_tree,
-        "n_calls": stats.n_flat,
-        "parent": parent.tolist(),
-        "tokens": [int(end - start) for start, end in zip(first, ends, strict=True)],
-        "paths": np.repeat(tree.node_paths, np.diff(tree.node_offsets))[first].tolist(),
-        "trained": trained[first].astype(int).tolist(),
-        "kind": kind[first].tolist(),
-        "text": [text(tree.tokens[a : min(a + 60, b)].tolist()) for a, b in zip(first, ends, strict=True)],
-        "reason": reason,
+        "n_flat": tree.stats.n_flat,
+        "n_leaf": tree.stats.n_leaf,
+        "n_tree": tree.stats.n_tree,
+        "n_calls": segments.n_calls,
+        "parent": parents,
+        "tokens": segments.tokens.tolist(),
+        "paths": segments.paths.tolist(),
+        "calls": segments.calls.tolist(),
+        "trained": segments.trained.astype(int).tolist(),
+        "kind": segments.kind.tolist(),
+        "text": texts(tree, segments, lambda tokens: " ".join(map(str, tokens))),
+        "reason": [0 if parent in parents[:i] else -1 for i, parent in enumerate(parents)],
         "samples": [
             {
                 "id": path.id or f"sample {p}",
-                "segment": int(segment[tree.indices_of(p)[-1]]),
+                "segment": int(segments.last[p]),
+                "turns": segments.turns[p],
+                "rollout": owner,
                 "reward": rewards[owner],
                 "advantage": None,
                 "weight": path.weight,
-                "rollout": owner,
-                "turns": runs(path.loss_mask),
             }
             for p, (path, owner) in enumerate(zip(paths, owners, strict=True))
         ],
+        "partitions": {},
     }
 
 
 def payload(trees: Sequence[dict[str, Any]], name: str = "random") -> dict[str, Any]:
     """Returns a payload of ``trees``."""
-
-    def total(key: str) -> int:
-        return sum(tree[key] for tree in trees)
-
-    repeats = [0] * len(KINDS)
-    for tree in trees:
-        for kind, tokens, paths in zip(tree["kind"], tree["tokens"], tree["paths"], strict=True):
-            repeats[kind] += tokens * (paths - 1)
+    sums = {key: sum(tree[key] for tree in trees) for key in ("n_calls", "n_flat", "n_leaf", "n_tree")}
+    samples = [sample for tree in trees for sample in tree["samples"]]
     points = sum(reason == 0 for tree in trees for reason in tree["reason"])
     return {
         "version": 1,
         "name": name,
-        "tokenizer": "bytes",
-        "sentences": [
-            f"A tree computes {total('n_flat') / total('n_tree'):.1f} times fewer tokens.",
-            "Tool results repeat most.",
-            "Branches part because their texts differ.",
-        ],
-        "totals": {
-            "groups": len(trees),
-            "samples": sum(len(tree["samples"]) for tree in trees),
-            "calls": sum(len(tree["samples"]) for tree in trees),
-            **{key: total(key) for key in ("n_calls", "n_flat", "n_leaf", "n_tree")},
-        },
-        "kinds": KINDS,
-        "repeats": repeats,
-        "reasons": [[REASONS[0], points, total("n_tree") // 2]],
-        "trees": list(trees),
+        "tokenizer": "tokens",
+        "sentences": ["Trees compute less.", "System prompts repeat.", "Texts differ."],
+        "notes": ["Tokens are numbers here."],
+        "totals": {"groups": len(trees), "samples": len(samples), "calls": len(samples), **sums},
+        "kinds": list(KINDS),
+        "repeats": [100 * i for i in range(len(KINDS))],
+        "reasons": [["other text", points, 100]],
         "skipped": {},
+        "trees": list(trees),
     }

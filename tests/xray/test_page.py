@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.xray.payloads import KINDS, payload, tree_payload
+from tests.xray.payloads import payload, tree_payload
 from titan_tree.data.turns import Turns
 from titan_tree.registry import ADVANTAGES
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 from titan_tree.xray.page.render import write_page
+from titan_tree.xray.rendering import KINDS
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
 CHROMIUM = shutil.which("chromium")
@@ -71,7 +72,7 @@ def star(leaves: int, replies: int) -> dict[str, Any]:
     parent, tokens, paths, trained, kind = [-1], [400], [leaves], [0], [0]
     samples = []
     for leaf in range(leaves):
-        above, depth, turns = 0, 400, []
+        above, turns = 0, []
         for reply in range(replies):
             parent.append(above)
             above = len(tokens)
@@ -80,13 +81,19 @@ def star(leaves: int, replies: int) -> dict[str, Any]:
             trained.append(1 - reply % 2)
             kind.append(5 if reply % 2 else 3)
             if not reply % 2:
-                turns.append([depth, depth + tokens[-1]])
-            depth += tokens[-1]
+                turns.append([above, above])
         sample = {"segment": above, "reward": leaf % 2, "advantage": None, "weight": 1.0, "rollout": leaf}
         samples.append({**sample, "turns": turns})
     n = len(tokens)
     text = [f"segment {i} has a text that is long enough for several lines" for i in range(n)]
-    columns = {"parent": parent, "tokens": tokens, "paths": paths, "trained": trained, "kind": kind}
+    columns = {
+        "parent": parent,
+        "tokens": tokens,
+        "paths": paths,
+        "calls": paths,
+        "trained": trained,
+        "kind": kind,
+    }
     sizes = {"n_tree": sum(tokens), "n_leaf": sum(tokens) + 400 * (leaves - 1)}
     sizes |= {"n_flat": sizes["n_leaf"], "n_calls": sizes["n_leaf"]}
     return {"id": "star", **sizes, **columns, "text": text, "reason": [-1] * n, "samples": samples}
@@ -265,7 +272,7 @@ def test_colours_and_legend_follow_the_numbers(page: Any, measure: str) -> None:
     else:
         most = max(map(abs, known))
         low, high = {
-            "reuse": (1, max(data["paths"])),
+            "reuse": (1, max(data["calls"])),
             "logprob": (min(known), 0),
             "agreement": (0, 1),
             "reward": (min(known), max(known)),
@@ -273,7 +280,7 @@ def test_colours_and_legend_follow_the_numbers(page: Any, measure: str) -> None:
         shown = [float(end) for end in ends.split()]
         assert shown == pytest.approx([low, high], rel=0.01)
     if measure == "reuse":
-        assert values == data["paths"]
+        assert values == data["calls"]
     if measure == "reward":
         assert values[0] == pytest.approx(np.mean([GROUPS[tree][1][i] for i in GROUPS[tree][2]]))
     assert all(colour == "#e7e5e0" for value, colour in zip(values, seen, strict=True) if value is None)
@@ -384,8 +391,9 @@ def test_the_switch_hides_all_text(page: Any) -> None:
 
 
 def test_names_are_text_and_plots_are_drawn(page: Any) -> None:
+    data = full_payload()
     assert page.locator("#name").inner_text() == "<b>name</b>"
-    assert page.locator("#sentences p").count() == 3
+    assert page.locator("#sentences p").all_inner_texts() == [*data["sentences"], *data["notes"]]
     assert page.locator("#overview canvas").count() == 2
     assert page.locator("#curves canvas").count() == 1
     assert page.locator("details mark").first.text_content() == "an answer"

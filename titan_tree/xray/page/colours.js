@@ -51,8 +51,8 @@ function range(values) {
 export const MEASURES = {
   reuse: {
     title: "Reuse",
-    about: "samples through each token; each token is computed once",
-    values: (tree) => tree.paths,
+    about: "model calls through each token, which a tree computes once",
+    values: (tree) => tree.data.calls,
     scale: (theme, values) => ramp([theme.low, theme.high], 1, range(values)[1], Math.log),
   },
   mask: {

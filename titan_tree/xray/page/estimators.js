@@ -130,8 +130,8 @@ export const defaults = (name) => ({ ...ESTIMATORS[name].options, once: ESTIMATO
 // Returns the advantage of each turn of a tree, or null if a sample has no reward.
 export function advantages(tree, name, options) {
   if (name === "given") {
-    const known = tree.samples.every((sample) => typeof sample.advantage === "number");
-    return known ? tree.turns.map((turn) => tree.samples[turn.sample].advantage) : null;
+    const known = tree.samples.every((sample) => sample.advantage);
+    return known ? tree.turns.map((turn) => tree.samples[turn.sample].advantage[turn.index]) : null;
   }
   const rewards = [];
   for (const { rollout, reward } of tree.samples) {

@@ -234,7 +234,7 @@ export class Icicle {
     const [gapX, gapY] = [x1 - x0 > 4 ? 1 : 0, y1 - y0 > 4 ? 1 : 0];
     context.fillStyle = this.colours[i];
     context.fillRect(x0, y0, x1 - x0 - gapX, y1 - y0 - gapY);
-    if (isOnPath) (context.fillStyle = "rgba(255, 190, 60, 0.28)"), context.fillRect(x0, y0, x1 - x0 - gapX, y1 - y0 - gapY);
+    if (isOnPath) (context.fillStyle = "#f2a93b"), context.fillRect(x0, y0, x1 - x0 - gapX, Math.min(3, y1 - y0 - gapY));
     this.drawn++;
     if (x1 - Math.max(x0, 0) > 44 && y1 - y0 >= LINE) this.boxes.push([i, Math.max(x0, 0), Math.max(y0, 0), x1, Math.min(y1, this.height)]);
   }
@@ -293,7 +293,7 @@ export class Icicle {
     for (let t = Math.ceil(this.left / step) * step; (t - this.left) * scaleX < this.width; t += step) {
       const x = Math.round((t - this.left) * scaleX);
       context.fillRect(x, RULER - 6, 1, 6);
-      context.fillText(t ? t.toLocaleString("en") : "0 tokens", x + 4, RULER - 10);
+      context.fillText(t ? t.toLocaleString("en") : `0 ${this.unit}s`, x + 4, RULER - 10);
     }
   }
 

@@ -9,7 +9,9 @@ const MOST_ROWS = 200; // rows of a list that are shown at once
 
 const find = (id) => document.getElementById(id);
 const count = (x) => Math.round(x).toLocaleString("en");
-const noun = (x, word) => `${count(x)} ${word}${x === 1 ? "" : "s"}`;
+const unit = () => (payload.tokenizer === "bytes" ? "byte" : "token");
+const noun = (x, word = unit()) => `${count(x)} ${word}${x === 1 ? "" : "s"}`;
+const compact = (x) => Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 2 }).format(x);
 const percent = (x) => (100 * x).toFixed(1) + "%";
 
 // Four significant digits, as short as possible.
@@ -90,7 +92,7 @@ function histogram(title, about, values, edges, label) {
         height: 104,
         legend: { show: false },
         cursor: { show: false },
-        padding: [6, 10, 0, 0],
+        padding: [6, 20, 0, 0],
         scales: { x: { time: false, range: [0, heights.length] }, y: { range: [0, Math.max(...heights) * 1.05 || 1] } },
         axes: [
           { ...axis, size: 20, gap: 2, space: 44, incrs: [1, 2, 5, 10], values: (_, at) => at.map((i) => (Number.isInteger(i) ? label(edges[i]) : "")) },
@@ -120,16 +122,16 @@ function fillOverview() {
   const about = `${noun(totals.groups, "group")}, ${noun(totals.samples, "sample")}`;
   const repeats = payload.kinds.map((kind, i) => [kind, payload.repeats[i], count(payload.repeats[i]), kindColour(kind)]).filter(([, x]) => x);
   repeats.sort((a, b) => b[1] - a[1]);
-  const reasons = payload.reasons.map(([reason, points, tokens]) => [reason, points, `${count(points)}×, ${noun(tokens, "token")}`, "var(--bar)"]);
+  const reasons = payload.reasons.map(([reason, points, tokens]) => [reason, points, `${count(points)} · ${compact(tokens)}`, "var(--bar)"]);
   const sizes = trees.map((tree) => tree.n_tree);
   const [first, last] = [Math.min, Math.max].map((end) => Math.floor(4 * Math.log10(sizes.reduce((a, b) => end(a, b)))));
   const edges = Array.from({ length: last - first + 4 }, (_, i) => 10 ** ((first - 1 + i) / 4)); // four bins per power of ten
   find("overview").append(
-    bars("Tokens to compute", about, rows),
-    bars("What repeats", "tokens that are computed again without trees", repeats.slice(0, 6)),
-    bars("Why branches part", "branch points, and the tokens behind them", reasons.slice(0, 6), nextPlace),
-    histogram("Overlap of trees", "POR: the share of leaf tokens that a tree saves", trees.map(overlap), Array.from({ length: 21 }, (_, i) => i / 20), (x) => x.toFixed(1)),
-    histogram("Size of trees", "distinct tokens", sizes, edges, (x) => Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 2 }).format(x)),
+    bars(unit() === "byte" ? "Bytes to compute" : "Tokens to compute", about, rows),
+    bars("What repeats", "if each model call is a sample of its own", repeats.slice(0, 6)),
+    bars("Why branches part", `branch points · ${unit()}s behind them`, reasons.slice(0, 6), nextPlace),
+    histogram("Overlap of trees", "POR: the share of leaf tokens saved", trees.map(overlap), Array.from({ length: 21 }, (_, i) => i / 20), (x) => x.toFixed(1)),
+    histogram("Size of trees", `distinct ${unit()}s`, sizes, edges, compact),
   );
 }
 
@@ -152,7 +154,7 @@ const meanReward = (tree) => {
 };
 const COLUMNS = {
   id: ["tree", (tree) => tree.id, String],
-  n_tree: ["tokens", (tree) => tree.n_tree, count],
+  n_tree: ["size", (tree) => tree.n_tree, count],
   por: ["POR", overlap, percent],
   reward: ["reward", meanReward, short],
   loss: ["loss", (tree) => tree.loss ?? null, short],
@@ -205,7 +207,7 @@ function chooseTree(number) {
 function fillControls() {
   const hasLogprobs = payload.trees.some((tree) => tree.logprob?.some((x) => x !== null));
   const hasRewards = payload.trees.some((tree) => meanReward(tree) !== null);
-  const isGiven = payload.trees.some((tree) => tree.samples.some((sample) => typeof sample.advantage === "number"));
+  const isGiven = payload.trees.some((tree) => tree.samples.some((sample) => sample.advantage));
   const hasCredit = hasRewards || isGiven;
   const missing = { logprob: !hasLogprobs, reward: !hasRewards, advantage: !hasCredit, net: !hasCredit, agreement: !hasCredit };
   find("measures").append(
@@ -220,7 +222,7 @@ function fillControls() {
   if (hasCredit) chooseEstimator(names[0][0]);
   const partitions = new Set(payload.trees.flatMap((tree) => Object.keys(tree.partitions ?? {})));
   const ranks = new Set(payload.trees.flatMap((tree) => Object.keys(tree.rank ?? {})));
-  const overlays = [["", "none"], ...[...partitions].map((x) => [`partitions ${x}`, `partitions of ${count(x)} tokens`]), ...[...ranks].map((x) => [`rank ${x}`, `${x} ranks`])];
+  const overlays = [["", "none"], ...[...partitions].map((x) => [`partitions ${x}`, `partitions of ${count(x)} ${unit()}s`]), ...[...ranks].map((x) => [`rank ${x}`, `${x} ranks`])];
   find("overlay").append(...overlays.map(([value, title]) => make("option", { value }, title)));
   find("overlay").onchange = (event) => {
     state.overlay = event.target.value;
@@ -264,14 +266,14 @@ function update() {
   look = colouring(state.measure, current, credit, payload.kinds, isDark.matches);
   const nothing = look ?? colouring("mask", current, null, payload.kinds, isDark.matches);
   for (const button of find("measures").children) button.classList.toggle("chosen", button.id === `by-${state.measure}`);
-  icicle.show(current, { colours: look ? look.colours : nothing.colours.map(() => nothing.none), label: labelOf, overlay: overlayRows(current) });
+  icicle.show(current, { colours: look ? look.colours : nothing.colours.map(() => nothing.none), label: labelOf, unit: unit(), overlay: overlayRows(current) });
   fillLegend(current);
   fillTrees();
   fillPartings(current);
   fillCancellations(current);
 }
 
-const labelOf = (i) => textOf(i) || (state.showText && tree().data.text ? "" : `${kindOf(i)}, ${noun(tree().tokens[i], "token")}`);
+const labelOf = (i) => textOf(i) || (state.showText && tree().data.text ? "" : `${kindOf(i)}, ${noun(tree().tokens[i])}`);
 
 // What the overlay marks: [segment, first token, end token, number of the partition or rank].
 function overlayRows({ data, n, tokens }) {
@@ -305,11 +307,12 @@ function fillLegend(current) {
 
 function facts(i) {
   const current = tree();
-  const { data, tokens, depth, paths } = current;
+  const { data, tokens, depth } = current;
   const rows = [
-    ["tokens", count(tokens[i])],
+    [`${unit()}s`, count(tokens[i])],
     ["position", `${count(depth[i])} – ${count(depth[i] + tokens[i])}`],
-    ["samples through it", count(paths[i])],
+    ["samples through it", count(data.paths[i])],
+    ["model calls through it", count(data.calls[i])],
     ["in the loss", data.trained[i] ? "yes" : "no"],
   ];
   if (!Number.isNaN(current.reward[i])) rows.push(["mean reward", short(current.reward[i])]);
@@ -317,7 +320,7 @@ function facts(i) {
   if (credit && data.trained[i]) {
     rows.push(["advantage", short(credit.advantage[i])], ["net weight per token", short(credit.net[i])], ["agreement of samples", short(credit.agreement[i])]);
   }
-  if (credit && credit.grossBelow[i]) rows.push(["net weight from here on", `${short(credit.netBelow[i])} of ±${short(credit.grossBelow[i])}`]);
+  if (credit && credit.grossBelow[i]) rows.push(["net of what follows", `${short(credit.netBelow[i])} of ${short(credit.grossBelow[i])}`]);
   if (state.overlay) {
     const labels = [...new Set(overlayRows(current).filter(([k]) => k === i).map((row) => row[3]))];
     if (labels.length) rows.push([state.overlay.split(" ")[0], labels.join(", ")]);
@@ -340,15 +343,15 @@ function showTip(i, event) {
   tip.style.top = `${Math.max(Math.min(y + 16, stage.height - tip.offsetHeight - 4), 0)}px`;
 }
 
-const line = (i) => textOf(i).replace(/\s+/g, " ").trim().slice(0, 90) || noun(tree().tokens[i], "token");
+const line = (i) => textOf(i).replace(/\s+/g, " ").trim().slice(0, 90) || noun(tree().tokens[i]);
 
 function showPanel(i) {
   const panel = find("panel");
   const current = tree();
   const go = (k) => ({ onclick: () => icicle.jump(k) });
   if (i < 0) {
-    const { n_tree, n_leaf, n_flat } = current.data;
-    const rows = [["distinct tokens", count(n_tree)], ["leaf tokens", count(n_leaf)], ["tokens of all samples", count(n_flat)], ["POR", percent(overlap(current.data))], ["samples", count(current.samples.length)], ["leaves", count(current.rows)], ["segments", count(current.n)], ["mean reward", short(meanReward(current.data))]];
+    const { n_tree, n_leaf, n_flat, n_calls } = current.data;
+    const rows = [[`distinct ${unit()}s`, count(n_tree)], ["of one path per leaf", count(n_leaf)], ["of all samples", count(n_flat)], ["of all model calls", count(n_calls)], ["POR", percent(overlap(current.data))], ["samples", count(current.samples.length)], ["leaves", count(current.rows)], ["segments", count(current.n)], ["mean reward", short(meanReward(current.data))]];
     const help = "A box is a run of tokens that the same samples share; its area is what training every leaf alone computes. Click a box to keep it here. Wheel: zoom, with Shift only along tokens, with Alt only along leaves. Drag: move. Double click: show a branch. Keys: arrows walk, Enter shows a branch, 0 shows all.";
     panel.replaceChildren(make("h2", String(current.data.id)), make("dl", ...rows.flatMap(([a, b]) => [make("dt", a), make("dd", b)])), make("p.faint", help));
     return;
@@ -357,8 +360,8 @@ function showPanel(i) {
   const through = current.samplesThrough(i);
   const values = credit && advantages(current, state.estimator, state.options);
   const own = new Map(); // sample -> its advantage in this segment
-  if (values) current.turns.forEach((turn, t) => turn.pieces.some(([k]) => k === i) && own.set(turn.sample, values[t]));
-  const heads = ["sample", "reward", "weight", "advantage here"];
+  if (values) current.turns.forEach((turn, t) => turn.segments.includes(i) && own.set(turn.sample, values[t]));
+  const heads = ["sample", "reward", "weight", "advantage"];
   const samples = through.slice(0, MOST_ROWS).map((sample) => {
     const number = current.samples.indexOf(sample);
     return make("tr", make("td", sample.id ?? `#${number}`), ...[sample.reward, sample.weight, own.get(number)].map((x) => make("td", short(x))));
@@ -391,7 +394,7 @@ function fillPartings(current) {
   const places = current.data.reason.flatMap((reason, i) => (reason < 0 ? [] : [i]));
   const below = (i) => current.offset[current.end[i]] - current.offset[i];
   places.sort((a, b) => below(b) - below(a));
-  shown("partings", places.map((i) => () => placeRow(i, make("span.reason", reasonOf(i)), make("span.number", `at ${count(current.depth[i])}`), make("span.number", noun(below(i), "token")), make("span.snippet", line(i)))));
+  shown("partings", places.map((i) => () => placeRow(i, make("span.reason", reasonOf(i)), make("span.number", `at ${count(current.depth[i])}`), make("span.number", noun(below(i))), make("span.snippet", line(i)))));
 }
 
 // A branch point loses what its branches pull in opposite directions: the sum of their |net weights| less that of all.
@@ -448,8 +451,7 @@ function fillCurves() {
 function fillPage() {
   find("name").textContent = payload.name;
   find("sentences").append(...payload.sentences.map((sentence) => make("p", sentence)));
-  const skipped = Object.entries(payload.skipped ?? {}).map(([type, times]) => `${type} ${count(times)}×`);
-  find("footer").textContent = `Made by titan-tree xray; tokens of ${payload.tokenizer}. ` + (skipped.length ? `Left out: ${skipped.join(", ")}.` : "");
+  find("sentences").append(...payload.notes.map((note) => make("p.faint", note)));
   state.tree = payload.trees.reduce((best, tree, i) => (tree.n_flat > payload.trees[best].n_flat ? i : best), 0);
   fillOverview();
   fillControls();

@@ -4,7 +4,7 @@
 export class Tree {
   constructor(data) {
     const n = data.tokens.length;
-    Object.assign(this, { data, n, parent: data.parent, tokens: data.tokens, paths: data.paths, samples: data.samples });
+    Object.assign(this, { data, n, parent: data.parent, tokens: data.tokens, samples: data.samples });
     this.depth = new Float64Array(n); // position of the first token on its paths
     this.offset = new Float64Array(n + 1); // index of the first token in the tree
     this.row = new Int32Array(n); // the first leaf below, and one past the last one
@@ -59,32 +59,20 @@ export class Tree {
     return this.samples.filter((sample) => sample.segment >= i && sample.segment < this.end[i]);
   }
 
-  // The turns of all samples in order, as titan_tree/data/turns.py has them. A turn knows the tokens that it has
-  // in each segment. Its state is the token before it, and its node that token with its own last one.
+  // The turns of all samples in order, as titan_tree/data/turns.py has them: a state is the segment before a turn, and
+  // a node that segment with the last one of the turn.
   get turns() {
     if (this._turns) return this._turns;
-    const turns = [];
-    this.samples.forEach((sample, number) => {
-      let segment = sample.segment;
-      const own = [];
-      const tokenAt = (position) => this.offset[segment] + position - this.depth[segment];
-      for (const [start, end] of [...sample.turns].reverse()) {
-        while (this.depth[segment] >= end) segment = this.parent[segment];
-        const last = tokenAt(end - 1);
-        const pieces = [];
-        for (let until = end; ; segment = this.parent[segment]) {
-          const from = Math.max(start, this.depth[segment]);
-          if (until > from) pieces.push([segment, until - from]);
-          until = from;
-          if (this.depth[segment] < start) break; // it holds the token before the turn
-        }
-        const state = tokenAt(start - 1);
-        const node = state * this.offset[this.n] + last;
-        own.push({ sample: number, rollout: sample.rollout, state, node, pieces, weight: sample.weight });
-      }
-      turns.push(...own.reverse());
-    });
-    return (this._turns = turns);
+    this._turns = [];
+    this.samples.forEach((sample, number) =>
+      sample.turns.forEach(([first, last], index) => {
+        const [state, segments] = [this.parent[first], []];
+        for (let i = last; i !== state; i = this.parent[i]) segments.push(i);
+        const { rollout, weight } = sample;
+        this._turns.push({ sample: number, index, rollout, weight, state, node: state * this.n + last, segments });
+      }),
+    );
+    return this._turns;
   }
 
   // What the advantages of the turns do to each segment and to all that follows it. Sums run over samples and
@@ -92,7 +80,8 @@ export class Tree {
   credit(values) {
     const [sum, count, net, gross] = [0, 0, 0, 0].map(() => new Float64Array(this.n));
     this.turns.forEach((turn, t) => {
-      for (const [segment, tokens] of turn.pieces) {
+      for (const segment of turn.segments) {
+        const tokens = this.tokens[segment];
         sum[segment] += values[t] * tokens;
         count[segment] += tokens;
         net[segment] += values[t] * turn.weight * tokens;
