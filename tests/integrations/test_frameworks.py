@@ -131,6 +131,8 @@ def micro_batch(rows: Sequence[SimpleNamespace]) -> dict[str, Any]:
         "sequence_lengths": [len(row.token_ids) for row in rows],
         "temperatures": joined("temperatures"),
         "env_names": ["e"] * len(joined("token_ids")),
+        "trace_ids": ["t"] * len(rows),
+        "branch_indices": list(range(len(rows))),
     }
 
 
@@ -613,6 +615,10 @@ def test_rows_of_other_types_are_refused_in_one_line(make: Callable[[], Any], me
         (
             lambda: PrimeRL.to_paths(training_samples(ce_weights=[1.0])),
             "row 0: ce_weights: only the component",
+        ),
+        (
+            lambda: PrimeRL.to_paths(training_samples(payload=[("experts", 0)])),
+            "row 0: payload: expected routed_experts and sampling_mask in the row; decode the payload",
         ),
         (
             lambda: PrimeRL.to_paths([micro_batch(training_samples()) | {"position_ids": [0, 2] * 20}]),

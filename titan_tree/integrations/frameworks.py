@@ -58,8 +58,10 @@ PRIME_RL = Fields(  # the names of a TrainingSample, and then those of a MicroBa
     "token_ids=tokens position_ids mask=loss_mask advantages=advantage rl_weights ref_logprobs "
     "logprobs=rollout_logprobs routed_experts sampling_mask temperatures=temperature "
     "input_ids=tokens loss_mask inference_logprobs=rollout_logprobs",
-    "env_name env_names sequence_lengths seq_lens lora_num_tokens rewards trace_id branch_index",
+    "env_name env_names sequence_lengths seq_lens lora_num_tokens rewards trace_id branch_index trace_ids "
+    "branch_indices",
     {
+        "payload": "expected routed_experts and sampling_mask in the row; decode the payload into them",
         "mm_refs mm_kwargs mm_token_type_ids": IMAGES,
         "ce_weights ref_kl_weights sdpo_weights": "only the component rl of the loss is supported; train the "
         "others in a step of their own",
