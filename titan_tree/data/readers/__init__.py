@@ -7,7 +7,8 @@ token ids. To support another format, write a subclass of ``RowReader`` in a new
 containers   a file -> rows: containers.py (JSON Lines, JSON documents, Parquet, Arrow)
              decompress.py reads gzip and Zstandard; strict_json.py refuses what JSON parsers would change
 formats      a row -> a record: openai_chat.py, anthropic.py, token_rows.py, ...
-             row_reader.py has their base class, chat.py shared parts; own_schema.py passes our own records on
+             row_reader.py has their base class, trace_reader.py that of rollouts with token ids, chat.py
+             shared parts; own_schema.py passes our own records on
 sessions     the events of a coding agent -> a record: sessions.py, claude_code.py, codex.py, pi.py, ...
 """
 

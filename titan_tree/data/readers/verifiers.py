@@ -1,62 +1,19 @@
-"""Traces of rollouts with token ids: of verifiers, on which prime-rl trains, NeMo Gym and Agent Lightning.
-
-A compaction or a sub-agent branches from the conversation before it. Each branch (verifiers) or model call
-(the others) becomes a path of one rollout; the tree holds what they share once.
-"""
+"""Traces of verifiers, on which prime-rl trains: graphs of messages, whose branches become paths."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from titan_tree.data.readers import Place, Record, Source
 from titan_tree.data.readers.chat import without
-from titan_tree.data.readers.row_reader import RowReader, expect
+from titan_tree.data.readers.row_reader import expect
+from titan_tree.data.readers.trace_reader import NO_TOKENS, TraceReader, objects_in
 from titan_tree.errors import UserError, errors_at, shorten
 
 Node = dict[str, Any]
 
-NO_TOKENS = "no token ids; record the rollouts with a client that returns them"
-
-
-class TraceReader(RowReader):
-    """Reads a format in which each row is a rollout. Rollouts of one task may be anywhere in the file.
-
-    The file is held in memory, because rollouts are written in the order in which they end.
-    """
-
-    def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
-        groups: dict[object, list[tuple[Place, Record]]] = {}
-        for place, record in super().records(source):
-            if record["trajectories"]:  # a rollout that is not trained has none
-                name = record.get("group_id")
-                groups.setdefault(place if name is None else ("group", str(name)), []).append((place, record))
-        for members in groups.values():
-            yield from members
-
-    def convert(self, row: Record) -> Record:
-        trajectories = self.trajectories(row)
-        for trajectory in trajectories:
-            trajectory.setdefault("rollout_id", self.rollout_id(row))
-        return self.task(row) | {"trajectories": trajectories}
-
-    @abstractmethod
-    def rollout_id(self, row: Record) -> object:
-        """Returns the name of the rollout in its group."""
-
-    @abstractmethod
-    def trajectories(self, row: Record) -> list[Record]:
-        """Returns the paths of a rollout in titan_tree's schema; none if it is not trained."""
-
-    @abstractmethod
-    def task(self, row: Record) -> Record:
-        """Returns the other fields of the record, and those of the row that are not known."""
-
-
-# Of a verifiers node: fields with one entry per sampled token -> field of the schema, fill of other tokens.
+# Fields of a node with one entry per sampled token -> field of the schema, fill of other tokens.
 PER_SAMPLED = {
     "logprobs": ("rollout_logprobs", None),
     "reference_logprobs": ("ref_logprobs", None),
@@ -115,7 +72,7 @@ class VerifiersReader(TraceReader):
                 yield place, row
                 continue
             with errors_at(place):
-                traces = _objects(row["traces"], "traces")
+                traces = objects_in(row["traces"], "traces")
                 group = expect(row.get("group") or {}, dict, "group", "an object").get("id")
             if row.get("ok") is False:
                 self.warn(FAILED)
@@ -148,7 +105,7 @@ class VerifiersReader(TraceReader):
         if not is_ok or agent.get("trainable") is False:
             self.warn(FAILED)
             return []
-        nodes = _objects(row.get("nodes"), "nodes")
+        nodes = objects_in(row.get("nodes"), "nodes")
         for index, node in enumerate(nodes):
             _check_node(node, index)
         temperatures = _temperatures(row)
@@ -173,12 +130,6 @@ class VerifiersReader(TraceReader):
         return records
 
 
-def _objects(value: object, where: str) -> list[Record]:
-    """Returns the value. Raises UserError if it is no list of objects."""
-    items = expect(value, list, where, "a list")
-    return [expect(item, dict, f"{where}[{index}]", "an object") for index, item in enumerate(items)]
-
-
 def _check_node(fields: Node, index: int) -> None:
     where = f"nodes[{index}]"
     for name, value in fields.items():
@@ -195,7 +146,7 @@ def _check_node(fields: Node, index: int) -> None:
         not isinstance(part, dict) or part.get("type") != "text" for part in content
     ):
         raise UserError(f"{where}.message: expected text only")
-    fields["semantic_parents"] = _objects(fields.get("semantic_parents") or [], f"{where}.semantic_parents")
+    fields["semantic_parents"] = objects_in(fields.get("semantic_parents") or [], f"{where}.semantic_parents")
     for name in ("token_ids", "mask"):
         fields[name] = expect(fields.get(name) or [], list, f"{where}.{name}", "a list")
     if wrong := [entry for entry in fields["mask"] if entry not in (0, 1)]:
@@ -252,7 +203,7 @@ def _spread(node: Node, name: str, fill: float | None) -> list[object]:
 def _temperatures(row: Record) -> dict[int, float | None]:
     """Returns the temperature of each node that a model call sampled, where it is known."""
     found = {}
-    for index, call in enumerate(_objects(row.get("calls") or [], "calls")):
+    for index, call in enumerate(objects_in(row.get("calls") or [], "calls")):
         where = f"calls[{index}].sampling"
         sampling = expect(call.get("sampling") or {}, dict, where, "an object")
         if (value := sampling.get("temperature")) is not None:
@@ -275,144 +226,3 @@ def _reward(row: Record) -> float | None:
             expect(number, int | float, f"rewards.{name}.{part}", "a number")  # type: ignore[arg-type]
         total = (total or 0.0) + score * weight
     return total
-
-
-GYM_TOKENS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
-GYM_LEFT_OUT = (
-    *("responses_create_params", "response", "agent_ref", "mask_sample"),
-    *("_ng_task_index", "_ng_rollout_index"),
-)
-
-
-class NemoGymReader(TraceReader):
-    """Reads the rollouts that NeMo Gym collects, one per row:
-
-        {"_ng_task_index", "_ng_rollout_index", "reward", "responses_create_params": {"temperature"?, ...},
-         "response": {"output": [{"prompt_token_ids", "generation_token_ids", "generation_log_probs", ...}]}}
-
-    Each item of ``output`` with token ids is a model call: its prompt is context, its generation is trained.
-    A call whose prompt begins with the tokens of an earlier one continues its path in the tree. A rollout
-    with ``mask_sample`` has no reliable reward and is left out. The fields that an environment adds to a row
-    are unknown; list them in ``data.ignore_fields``.
-
-    Source: ``nemo_gym/openai_utils.py`` (``TokenIDLogProbMixin``) of nemo-gym 0.7.0, and the files
-    ``example_rollouts.jsonl`` in that package, on which this reader was checked. They have no sampling mask,
-    whose form is that in NVIDIA-NeMo/RL, and no temperature, whose place is that of OpenAI's schema.
-    """
-
-    def recognizes_row(self, row: Record) -> bool:
-        return isinstance(row.get("responses_create_params"), dict)
-
-    def rollout_id(self, row: Record) -> object:
-        return row.get("_ng_rollout_index")
-
-    def task(self, row: Record) -> Record:
-        record = without(row, (*GYM_LEFT_OUT, "reward"))
-        if record.get("group_id") is None:
-            record["group_id"] = row.get("_ng_task_index")
-        for name in ("_ng_task_index", "_ng_rollout_index"):
-            if row.get(name) is None:
-                raise UserError(f"{name}: missing; it names the group and the rollout")
-        return record | {"id": record.get("id") or f"rollout{row['_ng_rollout_index']}"}
-
-    def trajectories(self, row: Record) -> list[Record]:
-        if row.get("mask_sample"):
-            self.warn("left out rollouts with mask_sample, whose rewards are not reliable")
-            return []
-        request = expect(row.get("responses_create_params"), dict, "responses_create_params", "an object")
-        response = expect(row.get("response"), dict, "response", "an object with output")
-        temperature = request.get("temperature")
-        if temperature is None:
-            temperature = response.get("temperature")
-        records: list[Record] = []
-        for index, call in enumerate(_objects(response.get("output"), "response.output")):
-            where = f"response.output[{index}]"
-            if not any(call.get(name) for name in GYM_TOKENS):  # missing, or empty lists
-                continue
-            prompt, ids, logprobs = (
-                expect(call.get(name), list, f"{where}.{name}", "a list") for name in GYM_TOKENS
-            )
-            if len(logprobs) != len(ids):
-                raise UserError(
-                    f"{where}.generation_log_probs: expected {len(ids)} entries, got {len(logprobs)}"
-                )
-            if call.get("routed_experts"):
-                raise UserError(f"{where}.routed_experts: not supported; remove it")
-            record = _call(prompt, ids, logprobs, row.get("reward"))
-            if call.get("sampling_mask") is not None:
-                mask = expect(call["sampling_mask"], list, f"{where}.sampling_mask", "a list")
-                record["sampling_mask"] = [None] * len(prompt) + mask
-            records.append(record | {"id": f"call{len(records)}", "temperature": temperature})
-        if not records:
-            raise UserError(f"response.output: {NO_TOKENS}")
-        return records
-
-
-def _call(prompt: list[Any], ids: list[Any], logprobs: list[Any] | None, reward: object) -> Record:
-    """Returns a model call as a path: its prompt is context, and the ids that it generated are trained."""
-    record = {"tokens": prompt + ids, "loss_mask": [0] * len(prompt) + [1] * len(ids), "reward": reward}
-    if logprobs is not None:
-        record["rollout_logprobs"] = [None] * len(prompt) + logprobs
-    return record
-
-
-class AgentLightningReader(TraceReader):
-    """Reads rollouts of Agent Lightning with their triplets, one rollout per row:
-
-        {"rollout_id", "task": {"input", ...}, "final_reward",
-         "triplets": [{"prompt": {"token_ids", ...}, "response": {"token_ids", "logprobs"?, ...}, "reward"}]}
-
-    A triplet is a model call: its prompt is context, its response is trained. Each call has the reward of its
-    rollout: ``final_reward``, or else the last reward of a triplet. Rollouts whose tasks have equal ``input``
-    form a group. Log-probs are numbers, or objects with ``logprob``, as in OpenAI's ``logprobs.content``.
-
-    Sources: ``types/core.py`` (``RolloutLegacy``, ``Triplet``) and ``adapter/triplet.py`` of agentlightning
-    0.3.0. ``model_dump_json`` of such rollouts wrote the rows on which this reader was checked. Version 1.0
-    has no triplets.
-    """
-
-    def recognizes_row(self, row: Record) -> bool:
-        return isinstance(row.get("triplets"), list)
-
-    def rollout_id(self, row: Record) -> object:
-        return row.get("rollout_id")
-
-    def task(self, row: Record) -> Record:
-        record = without(row, ("rollout_id", "task", "final_reward", "triplets", "trace", "logs", "metadata"))
-        task = expect(row.get("task") or {}, dict, "task", "an object")
-        if record.get("group_id") is None:
-            if task.get("input") is None:
-                raise UserError("task: expected input, which names the group; add a group_id to the row")
-            text = json.dumps(task["input"], sort_keys=True)
-            record["group_id"] = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return record | {"id": record.get("id") or row.get("rollout_id")}
-
-    def trajectories(self, row: Record) -> list[Record]:
-        triplets = _objects(row.get("triplets"), "triplets")
-        rewards = [row.get("final_reward"), *(triplet.get("reward") for triplet in reversed(triplets))]
-        reward = next((value for value in rewards if value is not None), None)
-        records = []
-        for index, triplet in enumerate(triplets):
-            where = f"triplets[{index}].response"
-            _, prompt = _fields_and_ids(triplet.get("prompt"), f"triplets[{index}].prompt")
-            response, ids = _fields_and_ids(triplet.get("response"), where)
-            if (logprobs := response.get("logprobs")) is not None:
-                logprobs = expect(logprobs, list, f"{where}.logprobs", "a list")
-                logprobs = [x.get("logprob") if isinstance(x, dict) else x for x in logprobs]
-                if len(logprobs) != len(ids):
-                    raise UserError(f"{where}.logprobs: expected {len(ids)} entries, got {len(logprobs)}")
-            records.append(_call(prompt, ids, logprobs, reward) | {"id": f"call{index}"})
-        if not records:
-            raise UserError(f"triplets: {NO_TOKENS}")
-        return records
-
-
-def _fields_and_ids(side: object, where: str) -> tuple[Record, list[Any]]:
-    """Returns the fields and the token ids of the prompt or the response of a triplet."""
-    fields = expect(side, dict, where, "an object with token_ids")
-    if fields.get("image_urls"):
-        raise UserError(f"{where}.image_urls: expected text only")
-    ids = expect(fields.get("token_ids"), list, f"{where}.token_ids", "a list")
-    if not ids:
-        raise UserError(f"{where}.token_ids: {NO_TOKENS}")
-    return fields, ids
