@@ -16,10 +16,15 @@ from tests.support.processes import as_rank, run_ranks
 from tests.support.rl_runs import Letters, rows, tiny, with_short_turns
 from tests.support.rollout_server import RolloutServer, rollout_server
 from titan_tree import build_model
+from titan_tree.checkpoint.checkpoints import Checkpoints
+from titan_tree.checkpoint.storage import CheckpointWriter
 from titan_tree.config.rl import RLRunConfig
 from titan_tree.registry import ENVIRONMENTS
+from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.run import run
+from titan_tree.rl.server.protocols import VLLM
 from titan_tree.rl.trainer import RLTrainer
+from titan_tree.run.optimizer_step import OptimizerStep
 from titan_tree.signals import Interrupted
 
 # Columns of metrics.csv that depend on the number of ranks.
@@ -97,36 +102,82 @@ def test_four_ranks_equal_one(tmp_path: Path, more: tuple[str, ...]) -> None:
     assert_same_run(config(tmp_path / "four", "odd tasks"), train(config(tmp_path / "one", "odd tasks")))
 
 
-@pytest.mark.exhaustive
-def test_ranks_that_were_killed_resume_exactly(tmp_path: Path) -> None:
-    weights, more = {}, ("training.steps=4", "checkpoint.interval=2")
-    with pytest.raises(ProcessExitedException):
-        run_ranks(train_killed, 2, tmp_path / "killed", *more, fresh=True)
-    for name in ("whole", "killed"):
-        run_ranks(train_ranks, 2, 2, tmp_path / name, "two tasks", *more)
-        weights[name] = train(config(tmp_path / name, "two tasks", *more)).model.state_dict()
-    for name, ours in weights["killed"].items():
-        assert torch.equal(ours, weights["whole"][name]), name
-    whole, killed = (
-        [{k: v for k, v in row.items() if "idle" not in k} for row in rows(tmp_path / name)]
-        for name in ("whole", "killed")
-    )
-    assert whole == killed
+# Where a run is killed: at the start of a method, after so many steps, on these ranks.
+KILLED: dict[str, tuple[type, str, int, tuple[int, ...]]] = {
+    "amid sampling": (CachedSampler, "sample", 3, (1,)),
+    "after the rollouts": (OptimizerStep, "run", 3, (0, 1)),
+    "before a checkpoint": (Checkpoints, "save", 4, (0,)),
+    "amid the tensors of a checkpoint": (CheckpointWriter, "write_data", 4, (1,)),
+    "amid the end of a checkpoint": (CheckpointWriter, "finish", 4, (0,)),
+    "after a checkpoint": (RLTrainer, "paths", 2, (0, 1)),
+}
+FOUR = ("training.steps=4", "checkpoint.interval=2")
+ASYNCHRONOUS = (*FOUR, "rl.async_steps=1", "rl.server.model=m")
 
 
-def train_killed(rank: int, ports: list[int], folder: Path, *more: str) -> None:
-    """Rank 1 dies in step 4."""
+def train_killed(rank: int, ports: list[int], folder: Path, place: str, *more: str) -> None:
+    owner, name, steps, killed = KILLED.get(place, (VLLM, "load", 2, (0,)))
     with as_rank(rank, 2, ports[0]):
-        trainer = with_short_turns(RLTrainer(config(folder, "two tasks", *more)))
-        sample = trainer.sample
+        trainer = RLTrainer(config(folder, "two tasks", *more))
+        method = getattr(owner, name)
 
-        def dying(tasks: Sequence[str], number: int) -> Any:
-            if rank == 1 and trainer.progress.step == 3:
+        def dying(*args: Any, **kwargs: Any) -> Any:
+            if rank in killed and trainer.progress.step == steps:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return sample(tasks, number)
+            return method(*args, **kwargs)
 
-        trainer.sample = dying  # type: ignore[method-assign]
+        setattr(owner, name, dying)
+        trainer = trainer if trainer.config.rl.server.url else with_short_turns(trainer)
         trainer.train()
+
+
+def assert_resumes(whole: Path, killed: Path, place: str, *more: str) -> None:
+    """Kills a run, resumes it, and asserts that it did the same as ``whole``, bit for bit."""
+    with pytest.raises(ProcessExitedException, match="SIGKILL"):
+        run_ranks(train_killed, 2, killed, place, *more, fresh=True)
+    left = [path.suffix for path in (killed / "checkpoints").glob("step-4*")]
+    assert left in ([[".partial"]] if place == "amid the end of a checkpoint" else [[], [".partial"]])
+    run_ranks(train_ranks, 2, 2, killed, "two tasks", *more)
+    assert {path.name for path in (killed / "checkpoints").glob("step-*")} == {"step-2", "step-4"}
+    expected, resumed = (
+        [{k: v for k, v in row.items() if "idle" not in k} for row in rows(folder)]
+        for folder in (whole, killed)
+    )
+    assert resumed == expected
+    expected, resumed = (
+        train(config(folder, "two tasks", *more)).model.state_dict() for folder in (whole, killed)
+    )
+    for name, ours in resumed.items():
+        assert torch.equal(ours, expected[name]), name
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was not killed."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_ranks(train_ranks, 2, 2, folder, "two tasks", *FOUR)
+    return folder
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("place", KILLED)
+def test_ranks_that_were_killed_resume_exactly(whole: Path, tmp_path: Path, place: str) -> None:
+    assert_resumes(whole, tmp_path, place, *FOUR)
+
+
+@pytest.mark.exhaustive
+def test_ranks_that_were_killed_amid_an_update_of_servers_resume_exactly(tmp_path: Path) -> None:
+    """The servers are left paused. The run one step ahead equals one that was stopped at the checkpoint."""
+    base = config(tmp_path, "two tasks")
+    model = build_model(base.model.name, "debug", **base.model.overrides)
+    model.init_weights(base.training.seed)
+    server = RolloutServer("vllm", model)
+    with rollout_server(server) as url:
+        more = (*ASYNCHRONOUS, f"rl.server.url={url}")
+        run_ranks(train_ranks, 2, 2, tmp_path / "whole", "two tasks", *more, "training.steps=2")
+        run_ranks(train_ranks, 2, 2, tmp_path / "whole", "two tasks", *more)
+        assert_resumes(tmp_path / "whole", tmp_path / "killed", "amid an update", *more)
+    assert not server.paused
 
 
 @pytest.mark.exhaustive
