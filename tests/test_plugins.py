@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from tests.support.cases import for_each
 from tests.support.rl_runs import DEMO as RL_DEMO
 from tests.support.rl_runs import TINY, rows
-from titan_tree import Trainer, TreeTokenizer
+from titan_tree import Trainer, TreeTokenizer, plugins
 from titan_tree.cli import main
 from titan_tree.config.rl import RLRunConfig
 from titan_tree.config.toml import dump_config, load_config, load_tables
@@ -24,6 +25,7 @@ from titan_tree.errors import UserError
 from titan_tree.plugins import import_plugins
 from titan_tree.registry import ADVANTAGES, LOSSES, METRICS
 from titan_tree.rl.run import run as rl_run
+from titan_tree.run.rank_facts import _facts
 
 PARTS = """
 from titan_tree.registry import METRICS
@@ -60,6 +62,23 @@ def test_plugins_and_names_of_own_code_are_imported_from_the_current_directory(f
     Path("again.toml").write_text(dump_config(config))
     assert load_config("again.toml") == config
     assert sys.path[-1] == str(folder)  # last: it hides no installed package
+
+
+def test_ranks_compare_the_code_of_plugins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a module, its file, and of a package, all files of Python, but no others."""
+    monkeypatch.setattr(plugins, "_imported", [])
+    (folder / "own" / "__init__.py").write_text("# 123")
+    (folder / "own" / "data.json").write_text("{}")
+    config = load_config("run.toml", [*RUN, "plugins=[own, own.parts]"])
+    found = {key: value for key, value in _facts(config) if "code of own" in key}
+    assert found == {
+        "the code of own": described(b"# 123" + PARTS.encode()),
+        "the code of own.parts": described(PARTS.encode()),
+    }
+
+
+def described(code: bytes) -> str:
+    return f"{len(code):,} bytes, checksum {zlib.crc32(code):08x}"
 
 
 FAULTS = {

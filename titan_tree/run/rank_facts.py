@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from titan_tree.distributed.agreement import check_agreement
 from titan_tree.distributed.collectives import call_on_all_ranks, world_size
 from titan_tree.errors import UserError
 from titan_tree.models.hf.snapshot_files import fingerprint_files
+from titan_tree.plugins import imported_plugins
 
 # These keys hold paths, which may differ between machines. Their files must be equal.
 PATHS = (
@@ -43,6 +45,11 @@ def check_ranks(config: Config) -> None:
 def _facts(config: Config) -> Iterator[tuple[str, str]]:
     package = Path(__file__).parents[1]
     yield "the code of titan_tree", _content([package])
+    for plugin in imported_plugins():
+        if file := getattr(sys.modules.get(plugin), "__file__", None):
+            path = Path(file)
+            files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
+            yield f"the code of {plugin}", _content(files)
     for name in PACKAGES:
         yield f"the version of {name}", _version(name)
     for key, value in flat(asdict(config)):
