@@ -53,7 +53,7 @@ from titan_tree.models.decoder import Decoder
 from titan_tree.registry import ENVIRONMENTS
 from titan_tree.rl.environment import Demonstrator, Environment
 from titan_tree.rl.generate_sampler import default_sampler
-from titan_tree.rl.rollouts import Chat, play
+from titan_tree.rl.rollouts import Chat, play, rewards
 from titan_tree.run.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def configuration(args: argparse.Namespace, folder: Path, paths: Choice, seed: i
 def measure(trainer: Trainer, environment: Environment, tasks: Sequence[str]) -> Row:
     """Trains a model, and returns what it earns on fresh tasks. The likeliest tokens are sampled last."""
     seconds = wall_s(trainer.train)
-    earned = rewards(trainer, environment, tasks)
+    earned = sampled_rewards(trainer, environment, tasks)
     values = {
         "reward": fmean(earned),
         "s.e.": standard_error(earned),
@@ -183,18 +183,18 @@ def measure(trainer: Trainer, environment: Environment, tasks: Sequence[str]) ->
     assert isinstance(trainer.model, Decoder)
     with torch.no_grad():
         trainer.model.norm.weight.mul_(GREEDY)
-    values["greedy reward"] = fmean(rewards(trainer, environment, tasks))
+    values["greedy reward"] = fmean(sampled_rewards(trainer, environment, tasks))
     return {name: round(values[name], DIGITS[name]) for name in DIGITS}
 
 
-def rewards(trainer: Trainer, environment: Environment, tasks: Sequence[str]) -> list[float]:
+def sampled_rewards(trainer: Trainer, environment: Environment, tasks: Sequence[str]) -> list[float]:
     """Returns the reward of a sampled rollout for each task. The name of a task is its seed."""
     chat = Chat(TOKENIZER)
     rollouts = [r for task in tasks for r in chat.start(environment.episode(random.Random(task)), 1)]
     sampler = default_sampler(trainer.model)
     limits = {"max_turn_tokens": MAX_TURN_TOKENS, "max_rollout_tokens": MAX_ROLLOUT_TOKENS}
     play(rollouts, sampler, chat, tasks, **limits)
-    return [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    return rewards([rollouts])
 
 
 def copied(environment: Environment, task: str) -> float:
