@@ -54,7 +54,10 @@ def train(rank: int, ports: list[int], folder: Path) -> None:
         assert_equal(*(grpo(folder, tree, prepare=shard, **recorded) for tree in (None, {})))
         for change, message in (
             ({"fsdp_version": 1}, "SFTTrainer: fsdp_version: expected 2 on trees, got 1: train with Distr"),
-            ({"cpu_offload": torch.distributed.fsdp.CPUOffloadPolicy()}, "fsdp_offload_params: expected False"),
+            (
+                {"cpu_offload": torch.distributed.fsdp.CPUOffloadPolicy()},
+                "fsdp_offload_params: expected False",
+            ),
         ):
             trainer = make_other(SFTTrainer, folder, ddp_backend="gloo")
             shard(trainer)
