@@ -123,9 +123,22 @@ def test_grpo(
 def test_the_rows_of_a_step_are_one_forest(folder: Path) -> None:
     """TRL spreads the groups of 4 rows over the 4 micro-batches of a step. One forward pass has them all."""
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 2}
-    stock, tree = (grpo(folder, tree, loss_type="dapo", **options) for tree in (None, {}))
+    modes: list[list[bool]] = []
+
+    def record_modes(trainer: Any) -> None:
+        layer = trainer.model.model.layers[0]
+        set_mode, of_run = layer.train, list[bool]()
+        layer.train = lambda mode=True: of_run.append(mode) or set_mode(mode)
+        modes.append(of_run)
+
+    stock, tree = (
+        grpo(folder, tree, loss_type="dapo", prepare=record_modes, **options) for tree in (None, {})
+    )
     assert_equal(stock, tree)
     assert len(tree.losses) == 8
+    # In 3 of 4 micro-batches of 2 steps, no module runs.
+    assert modes[0].count(True) - modes[1].count(True) == 2 * 3
+    assert modes[0].count(False) == modes[1].count(False)
     for rows, log, passes in zip((tree.rows[:16], tree.rows[16:]), tree.logs, tree.passes, strict=True):
         assert passes == 1
         assert log["tree/distinct_tokens"] == len(

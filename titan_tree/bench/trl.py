@@ -5,12 +5,12 @@ titan-tree bench trl --max-tokens 16384               # also in partitions
 titan-tree bench trl --not-compiled                   # also without torch.compile
 titan-tree bench trl --model 1.7b --lora 16           # LoRA of rank 16
 
-Rollouts are drawn instead of generated: groups of completions with a common prompt. The completions of a
-group have four turns, each with the answer of a tool that is not trained on. Half of the group shares the
-first turn, a quarter the second. A step scores them with the reference model, and trains on them. Trainers
-take turns in one process, each with the same model with random weights, and TRL's default settings: AdamW,
-bf16 autocast and gradient checkpointing on a GPU. With ``--lora``, PEFT adapts all linear layers of both, and
-the reference model is the model without adapters.
+Rollouts are recorded before, other ones for each step: groups of completions with a common prompt. The
+completions of a group have four turns, each with the answer of a tool that is not trained on. Half of the
+group shares the first turn, a quarter the second. A step scores them with the reference model, and trains on
+them. Trainers take turns in one process, each with the same model with random weights, and TRL's default
+settings: AdamW, bf16 autocast and gradient checkpointing on a GPU. With ``--lora``, PEFT adapts all linear
+layers of both, and the reference model is the model without adapters.
 
 | column          | meaning                                                                               |
 |-----------------|---------------------------------------------------------------------------------------|
@@ -140,32 +140,23 @@ def save_model(args: argparse.Namespace) -> None:
     model.save_pretrained(args.folder)
 
 
-def rollouts(args: argparse.Namespace, prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """Returns the rollouts of a step, as TRL's ``rollout_func``. The prompt of group 0 is "w2"."""
-    step, size = trainer.state.global_step, args.completion // TURNS
+def record(args: argparse.Namespace, step: int) -> dict[str, Any]:
+    """Returns the rollouts of a step, group after group, as TRL's ``rollout_func`` returns them."""
+    groups, number, size = args.groups, args.completions, args.completion // TURNS
+    draw = partial(np.random.default_rng(step).integers, 2, WORDS)
+    prompts, turns = draw((groups, args.prompt)), []
+    for turn in range(TURNS):
+        sharers = max(number // 2 ** (turn + 1), 1)
+        distinct = draw((groups, -(-number // sharers), size))
+        turns.append(distinct.repeat(sharers, 1)[:, :number])
     answer = int(ANSWER * size)
-    prompt_ids, completion_ids = [], []
-    seen: dict[str, int] = {}
-    for prompt in prompts:
-        i = seen[prompt] = seen.get(prompt, -1) + 1
-        group = int(prompt.removeprefix("w"))
-        prompt_ids.append(tokens(args.prompt, step, group))
-        # The sharers of a turn draw it from the same seed.
-        sharers = [max(args.completions // 2 ** (turn + 1), 1) for turn in range(TURNS)]
-        turns = [tokens(size, step, group, turn, i // number) for turn, number in enumerate(sharers)]
-        completion_ids.append([token for turn in turns for token in turn])
     mask = [0] * answer + [1] * (size - answer)
     return {
-        "prompt_ids": prompt_ids,
-        "completion_ids": completion_ids,
-        "env_mask": [mask * TURNS for _ in prompts],
+        "prompt_ids": prompts.repeat(number, 0).tolist(),
+        "completion_ids": np.concatenate(turns, 2).reshape(groups * number, -1).tolist(),
+        "env_mask": [mask * TURNS] * (groups * number),
         "logprobs": None,
     }
-
-
-def tokens(number: int, *seed: int) -> list[int]:
-    """Returns random token ids."""
-    return np.random.default_rng(seed).integers(2, WORDS, number).tolist()
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
@@ -224,13 +215,14 @@ def measure(args: argparse.Namespace, options: dict[str, Any] | None) -> Iterabl
     )
     set_seed(0)
     times = step_times()
+    recorded = [record(args, step) for step in range(config.max_steps)]
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32),
         reward_funcs=reward,
         args=config,
         train_dataset=Dataset.from_dict({"prompt": [f"w{2 + i}" for i in range(args.groups)]}),
         processing_class=PreTrainedTokenizerFast.from_pretrained(args.folder),
-        rollout_func=partial(rollouts, args),
+        rollout_func=lambda prompts, trainer: recorded[trainer.state.global_step],
         peft_config=LoraConfig(r=args.lora, target_modules="all-linear") if args.lora else None,
         callbacks=[times],
     )

@@ -248,14 +248,22 @@ class _Head:
         """
         if unknown := sorted(name for name in others.keys() - IGNORED if others[name] is not None):
             raise UserError(f"model: {', '.join(unknown)}: expected text rows without it; remove the setting")
-        inputs = {"tokens": input_ids, "labels": labels, "real": attention_mask, "positions": position_ids}
+        scored = labels != -100
+        if ((labels != input_ids) & scored).any():
+            raise UserError("labels: expected the token itself or -100, got other tokens; check the collator")
+        inputs = {
+            "tokens": input_ids.int(),
+            "scored": scored,
+            "real": None if attention_mask is None else attention_mask.bool(),
+            "positions": None if position_ids is None else position_ids.int(),
+        }
         forest, order = self.forests.get(
             self.view, {name: x.cpu() for name, x in inputs.items() if x is not None}, self.temperature
         )
         self.log(forest.rows.tree.stats.n_flat, len(forest.rows.tree))
         values = row_scores(self.view, forest, self.entropy, self.statistics)
         logprobs, *columns = (value.view(input_ids.shape)[order, :-1] for value in values.values())
-        mask = labels[:, 1:] != -100
+        mask = scored[:, 1:]
         divisor = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         fields = dict(zip([*(["entropy"] if self.entropy else []), *self.statistics], columns, strict=True))
         return TreeOutput(loss=-logprobs.sum() / divisor, log_probs=logprobs, label_mask=mask, **fields)
@@ -281,12 +289,12 @@ class _Forests:
         """Returns the forest of rows, and for each of them its index among the rows of the forest, [B].
 
         Args:
-            inputs: "tokens", "labels", and perhaps "real" or "positions", [B, T] each, on the host.
+            inputs: the arguments of ``_rows``, on the host.
         """
-        columns = torch.stack([x.long() for x in inputs.values()], 1)  # [B, inputs, T]
-        rows = [row.numpy().tobytes() for row in columns]
+        data = torch.cat([x.contiguous().view(torch.uint8) for x in inputs.values()], 1)
+        rows = [row.tobytes() for row in data.numpy()]
         order = sorted(range(len(rows)), key=rows.__getitem__)
-        key = (*inputs, columns.shape, temperature, *(rows[i] for i in order))
+        key = (*inputs, inputs["tokens"].shape, temperature, *(rows[i] for i in order))
         if (forest := self._kept.pop(key, None)) is None:
             in_order = {name: x[order] for name, x in inputs.items()}
             forest = RowForest.make(_rows(temperature=temperature, **in_order), view, self.max_tokens)
@@ -298,21 +306,21 @@ class _Forests:
 
 def _rows(
     tokens: Tensor,
-    labels: Tensor,
+    scored: Tensor,
     real: Tensor | None = None,
     positions: Tensor | None = None,
     temperature: float = 1.0,
 ) -> Rows:
-    """Returns the rows of a call, see ``_Head``. All tensors are on the host.
+    """Returns the rows of a call, see ``_Head``.
 
+    Args:
+        tokens, positions: [B, T] int32.
+        scored, real: [B, T] bool: whether a token has a label, and whether it is none of the padding.
     Raises:
         UserError: labels or positions are not what trees can score.
     """
-    scored = labels != -100
-    if not torch.equal(tokens[scored], labels[scored]):
-        raise UserError("labels: expected the token itself or -100, got other tokens; check the collator")
     if positions is None:
-        rows = Rows.padded(tokens, torch.ones_like(tokens) if real is None else real, scored, temperature)
+        rows = Rows.padded(tokens, torch.ones_like(scored) if real is None else real, scored, temperature)
     elif real is None and len(tokens) == 1:
         rows = Rows.jagged(tokens[0], _offsets(positions[0]), scored[0], temperature)
     else:
@@ -347,14 +355,25 @@ class _StepForests(TrainerCallback):
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
+        self.scored: list[tuple[Tensor, Tensor]] = []  # log-probs and entropies of the next micro-batches
         self.score = trainer._get_per_token_logps_and_entropies
         trainer._get_per_token_logps_and_entropies = self.scores
+        self.set_mode = trainer.model.train
+        trainer.model.train = self.train
         trainer.add_callback(self)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Forgets what an interrupted call of ``train`` has left of a step."""
-        self.scored: list[tuple[Tensor, Tensor]] = []  # log-probs and entropies of the next micro-batches
+        self.scored = []
         self.left = self.trainer.current_gradient_accumulation_steps  # micro-batches without scores
+
+    def train(self, mode: bool = True) -> Any:
+        """Sets the mode of all modules, as ``Module.train``. For a micro-batch with scores, no module runs.
+
+        The Trainer calls it in every micro-batch. A visit of all modules would let the GPU wait.
+        """
+        model = self.trainer.model
+        return model if mode and model.training and self.scored else self.set_mode(mode)
 
     def scores(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,7 +73,8 @@ class RowForest:
     @staticmethod
     def make(rows: Rows, view: TreeView, max_tokens: int | None = None) -> RowForest:
         """Returns the forest of ``rows``, in partitions if it has more than ``max_tokens`` tokens."""
-        batch = rows.batch().to(view.embedding_weight.device)
+        device = view.embedding_weight.device
+        rows, batch = replace(rows, index=rows.index.to(device)), rows.batch().to(device)
         if max_tokens is None:
             return RowForest(rows, batch)
         plan = TreePartitioner("auto", max_tokens).plan(rows.tree, view.costs())
