@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.support import formats
 from tests.support.datasets import sample_reader
 from tests.support.formats import TOKEN_ROWS, Task, write_lines
-from tests.support.traces import GYM, LIGHTNING, TRACE
+from tests.support.traces import GYM, LIGHTNING, TRACE, episode
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.errors import UserError
 
@@ -70,7 +70,7 @@ def original_rows(folder: Path) -> dict[str, list[Any]]:
         "alpaca": [alpaca],
         "token_rows": [row | {"finish_reason": "length"} for row, _ in TOKEN_ROWS.values()],
         "tree": [*formats.message_trees(tasks), *formats.token_trees(groups)],
-        "verifiers": [TRACE],
+        "verifiers": [TRACE, episode(TRACE)],
         "nemo_gym": [GYM],
         "agent_lightning": [LIGHTNING],
         "tau_bench": [formats.tau_bench(tasks)[:1]],
