@@ -343,14 +343,21 @@ def test_overlays_mark_partitions_and_ranks(page: Any) -> None:
     plain = pixels(page)
     page.select_option("#overlay", "partitions 64")
     settle(page)
-    assert page.evaluate("xray.icicle.overlay") == full_payload()["trees"][0]["partitions"]["64"]
+    tree = full_payload()["trees"][0]
+    assert page.evaluate("xray.icicle.overlay") == tree["partitions"]["64"]
     assert all(a != b for a, b in zip(plain, pixels(page), strict=True))
     page.mouse.move(*middle(page, 1))
     assert "partitions\n1" in page.locator("#tip").inner_text()
+    sizes = np.bincount(np.arange(len(tree["tokens"])) % 3, tree["tokens"])
+    largest = f"3 partitions, the largest of {max(sizes):.0f} tokens"
+    assert page.locator("#legend").inner_text().endswith(largest)
     page.select_option("#overlay", "rank 4")
     page.locator("#trees th", has_text="rank").click()
     ranks = page.locator("#trees tbody tr td:last-child").all_inner_texts()
     assert ranks == sorted((str(i % 4) for i in range(len(GROUPS))), reverse=True)
+    sizes = np.bincount(np.arange(len(GROUPS)) % 4, [t["n_tree"] for t in full_payload()["trees"]])
+    fullest = f"has {max(sizes):.0f} tokens, {max(sizes) / sizes.mean():.2f} times the mean."
+    assert page.locator("#legend").inner_text().endswith(f"The fullest of 4 ranks {fullest}")
     page.select_option("#overlay", "")
     settle(page)
     page.mouse.move(0, 0)

@@ -7,7 +7,7 @@ import { inkOn, labelColour } from "./colours.js";
 const RULER = 22; // pixels
 const LINE = 15;
 const MAX_LABELS = 700; // lines of text in a frame
-const MAX_ROW = 110; // pixels of a leaf, at most
+const MAX_ROW = 180; // pixels of a leaf, at most
 
 export class Icicle {
   constructor(canvas, onHover, onPin) {
@@ -264,7 +264,7 @@ export class Icicle {
     }
   }
 
-  // Partitions or ranks: a tint and a bar at the lower edge of the tokens of each, and a line where one begins.
+  // Partitions or ranks: a bar at the lower edge of the tokens of each, and a line where one begins.
   drawOverlay() {
     const { context, tree, scaleX, scaleY } = this;
     const last = new Map(); // segment -> the number at its end
@@ -274,11 +274,8 @@ export class Icicle {
       const [x0, x1] = [first, end].map((token) => Math.round((tree.depth[i] + token - this.left) * scaleX));
       const [y0, y1] = [tree.row[i], tree.rowEnd[i]].map((row) => Math.round((row - this.top) * scaleY));
       if (x0 >= x1 || y0 >= y1 || x1 < 0 || x0 > this.width || y1 < 0 || y0 > this.height) continue;
-      const bar = Math.min(5, (y1 - y0) / 3);
+      const bar = Math.min(6, (y1 - y0) / 2);
       context.fillStyle = labelColour(number);
-      context.globalAlpha = 0.22;
-      context.fillRect(x0, y0, x1 - x0, y1 - y0 - 1);
-      context.globalAlpha = 1;
       context.fillRect(x0, y1 - 1 - bar, x1 - x0, bar);
       if (isStart) context.fillRect(x0 - 1, y0, 2, y1 - y0 - 1);
     }

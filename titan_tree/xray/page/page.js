@@ -148,15 +148,16 @@ function nextPlace(reason) {
 // The list of trees.
 
 const overlap = (tree) => (tree.n_leaf ? 1 - tree.n_tree / tree.n_leaf : 0);
-const meanReward = (tree) => {
+const rewardOf = new Map(payload.trees.map((tree) => {
   const rewards = tree.samples.map((sample) => sample.reward).filter((x) => typeof x === "number");
-  return rewards.length ? rewards.reduce((a, b) => a + b) / rewards.length : null;
-};
+  return [tree, rewards.length ? rewards.reduce((a, b) => a + b) / rewards.length : null];
+}));
+const meanReward = (tree) => rewardOf.get(tree);
 const COLUMNS = {
   id: ["tree", (tree) => tree.id, String],
   n_tree: ["size", (tree) => tree.n_tree, count],
   por: ["POR", overlap, percent],
-  reward: ["reward", meanReward, short],
+  reward: ["reward", meanReward, (x) => short(Number(x.toPrecision(2)))],
   loss: ["loss", (tree) => tree.loss ?? null, short],
 };
 
@@ -231,6 +232,7 @@ function fillControls() {
     update();
   };
   find("overlay-row").hidden = overlays.length === 1;
+  find("controls").hidden = !hasCredit && overlays.length === 1;
   const zooms = { in: () => icicle.zoomBy(1.6), out: () => icicle.zoomBy(1 / 1.6), fit: () => icicle.fit() };
   for (const button of find("zoom").children) button.onclick = zooms[button.dataset.zoom];
   find("hide-text").onchange = (event) => {
@@ -283,6 +285,19 @@ function overlayRows({ data, n, tokens }) {
   return [];
 }
 
+function overlayFacts(current) {
+  const [what, key] = state.overlay.split(" ");
+  const sizes = [];
+  const add = (number, size) => (sizes[number] = (sizes[number] ?? 0) + size);
+  if (what === "partitions") for (const [, first, end, number] of overlayRows(current)) add(number, end - first);
+  if (what === "rank") for (const { rank, n_tree } of payload.trees) if (rank) add(rank[key], n_tree);
+  if (!sizes.length) return "";
+  const most = Math.max(...sizes.map((size) => size ?? 0));
+  if (what === "partitions") return `${noun(sizes.length, "partition")}, the largest of ${noun(most)}`;
+  const mean = sizes.reduce((sum, size) => sum + (size ?? 0), 0) / Number(key);
+  return `The fullest of ${key} ranks has ${noun(most)}, ${(most / mean).toFixed(2)} times the mean.`;
+}
+
 function fillLegend(current) {
   const { about } = MEASURES[state.measure];
   const isCredit = ["advantage", "net", "agreement"].includes(state.measure);
@@ -300,7 +315,7 @@ function fillLegend(current) {
     parts.push(make("span.key", short(ends[0]), make("b.ramp", { style: { background: `linear-gradient(90deg, ${stops})` } }), short(ends[1])));
     if (!["reuse", "reward"].includes(state.measure)) parts.push(make("span.key", make("b.chip", { style: { background: look.none } }), "not trained"));
   }
-  find("legend").replaceChildren(...parts, make("span.faint", about));
+  find("legend").replaceChildren(...parts, make("span.faint", about), make("span", overlayFacts(current)));
 }
 
 // Hover and panel.
@@ -378,6 +393,7 @@ function showPanel(i) {
     ...moreThan(through),
   );
   panel.scrollTop = 0;
+  panel.querySelector(".path").scrollTop = 1e9; // its end is what was chosen
 }
 
 // Lists of places.
