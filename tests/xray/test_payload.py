@@ -114,7 +114,7 @@ def test_the_tree_of_a_session(sessions):
         "another message of the user",
     ]
     assert payload["notes"][1].startswith("Session files leave out the system prompt and the tool schemas.")
-    assert "about 1,193 tokens per call" in payload["notes"][1]
+    assert "about 1,201 tokens per call" in payload["notes"][1]
 
 
 def test_a_tokenizer_gives_the_samples_of_training(tmp_path):
@@ -171,3 +171,77 @@ def test_no_text_leaves_out_all_texts(sessions, capsys):
     output = capsys.readouterr().out
     assert json.loads(output)["trees"][0]["text"] is None
     assert "look" not in output
+
+
+def test_branches_do_not_count_tokens_twice(tmp_path):
+    """The second path leaves the first one early; the third leaves it late, below the second branch point."""
+    rows = [[1, 2, 3, 4, 5], [1, 7, 8, 9, 9, 9, 9], [1, 7, 8, 2], [1, 7, 3]]
+    file = write_lines(
+        tmp_path / "f.jsonl",
+        [{"group_id": "g", "tokens": row, "loss_mask": [0] + [1] * (len(row) - 1)} for row in rows],
+    )
+    payload = payload_of(file)
+    assert payload["reasons"] == [("another answer", 3, 4 + 1 + 1)]
+    assert payload["totals"] == {
+        "groups": 1,
+        "samples": 4,
+        "calls": 4,
+        "n_calls": 19,
+        "n_flat": 19,
+        "n_leaf": 19,
+        "n_tree": 13,
+    }
+
+
+def test_scored_files_have_the_loss_of_trees_and_segments(tmp_path):
+    rows = [
+        {"tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "old_logprobs": [None, -1.0, -2.0]},
+        {"tokens": [1, 2, 4], "loss_mask": [0, 1, 1], "old_logprobs": [None, -3.0, -5.0]},
+    ]
+    harder = {"tokens": [1, 2], "loss_mask": [0, 1], "old_logprobs": [None, -9.0], "group_id": "hard"}
+    lines = [row | {"group_id": "easy", "reward": i} for i, row in enumerate(rows)]
+    payload = payload_of(write_lines(tmp_path / "f.jsonl", [*lines, harder]))
+    assert [(tree["id"], tree["loss"]) for tree in payload["trees"]] == [("hard", 9.0), ("easy", 2.75)]
+    assert payload["trees"][1]["logprob"] == [None, -2.0, -2.0, -5.0]
+    assert [sample["reward"] for sample in payload["trees"][1]["samples"]] == [0, 1]
+
+
+def test_partitions_and_ranks_cover_the_trees(tmp_path):
+    payload = payload_of(write_lines(tmp_path / "f.jsonl", demo_tasks(4)), max_tokens=[256], ranks=[2])
+    for tree in payload["trees"]:
+        covered = [np.zeros(size, int) for size in tree["tokens"]]
+        sizes = {}
+        for segment, first, end, partition in tree["partitions"]["256"]:
+            covered[segment][first:end] += 1
+            sizes[partition] = sizes.get(partition, 0) + end - first
+        assert all((times == 1).all() for times in covered)
+        assert max(sizes.values()) <= 256
+    assert {tree["rank"]["2"] for tree in payload["trees"]} == {0, 1}
+
+
+def test_the_folder_of_a_run_has_its_curves_and_its_data(tmp_path, capsys):
+    file = write_lines(tmp_path / "f.jsonl", demo_tasks(1))
+    (tmp_path / "config.toml").write_text(
+        f'folder = "x"\n[data]\nfiles = ["{file}"]\ntokenizer = "byte"\nadvantage = "mean"\n'
+        '[model]\nname = "qwen3"\nflavor = "debug"\n'
+    )
+    (tmp_path / "metrics.csv").write_text("step,loss,epoch,nll\n1,3.5,0,\n2,2.5,0,nan\n")
+    assert main(["xray", str(tmp_path), "--json"]) == 0
+    payload = json.loads(capsys.readouterr().out)
+    assert payload["run"]["curves"] == {"loss": [[1, 2], [3.5, 2.5]]}
+    (sample,) = payload["run"]["samples"]
+    assert [trained for _, trained in sample["pieces"]] == [0, 1, 0]
+    (tree,) = payload["trees"]
+    rewards = [sample["reward"] for sample in tree["samples"]]
+    values = [sample["advantage"] for sample in tree["samples"]]
+    mean = np.mean([task["reward"] for task in demo_tasks(1)[0]["trajectories"]])
+    for reward, value in zip(rewards, values, strict=True):
+        assert value == pytest.approx([reward - mean] * len(value), abs=1e-6)
+    (tmp_path / "metrics.csv").write_text("step,loss\n1,x\n")
+    assert main(["xray", str(tmp_path), "--json"]) == 2
+    assert "metrics.csv:2: expected a step and numbers; repair the line" in capsys.readouterr().err
+
+
+def test_warnings_are_counted_by_file(sessions, tmp_path):
+    copy = write_lines(tmp_path / "copy.jsonl", CLAUDE)
+    assert payload_of(sessions[0], copy)["notes"][-1].startswith("In 2 files: images became the text [image]")

@@ -4,6 +4,7 @@ It needs no GPU and no model.
 
 titan-tree xray ~/.claude/projects          all sessions of Claude Code
 titan-tree xray rollouts.jsonl --tokenizer /models/Qwen3-1.7B
+titan-tree xray outputs/run                 a run's folder: its curves, and the data that it trained on
 titan-tree xray demo --json > xray.json     the numbers of the page, for programs
 
 A folder is searched for files of any format of docs/data.md. Broken files and lines are counted and left out.
@@ -12,7 +13,9 @@ A folder is searched for files of any format of docs/data.md. Broken files and l
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -24,6 +27,7 @@ from titan_tree.errors import printable
 from titan_tree.xray.page.render import write_page
 from titan_tree.xray.payload import Xray
 from titan_tree.xray.rendering import Renderer
+from titan_tree.xray.runs import is_run, load_run
 from titan_tree.xray.sources import Sources
 
 
@@ -50,16 +54,24 @@ def _positive(text: str) -> int:
 
 def run(args: argparse.Namespace) -> None:
     """Runs ``titan-tree xray``. Raises UserError if there is nothing to show."""
+    name, curves = ", ".join(args.files), None
     tokenizer = None if args.tokenizer is None else TreeTokenizer.load(args.tokenizer, args.template)
-    name, sources = ", ".join(args.files), Sources(args.files, args.format)
-    args.files = [DEMO]  # ``sources`` reads the files; the reader makes samples of their groups
+    folder = os.path.expanduser(args.files[0])
+    if len(args.files) == 1 and is_run(folder):
+        config, of_run, curves = load_run(folder)
+        tokenizer, data = tokenizer or of_run, config.data
+    else:
+        data = data_config(args)
+    sources = Sources(data.files, data.format)
     xray = Xray(
         sources,
-        Renderer(SampleReader(data_config(args), tokenizer)),
+        # ``sources`` reads the files. The reader makes samples of their groups.
+        Renderer(SampleReader(dataclasses.replace(data, files=[DEMO], weights=None), tokenizer)),
         name=name,
         has_text=not args.no_text,
         max_tokens=args.max_tokens,
         ranks=args.ranks,
+        curves=curves,
     )
     with progress_bar() as open_file:
         payload = xray.payload(open_file)

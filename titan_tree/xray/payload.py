@@ -6,7 +6,7 @@
      "skipped": {what: count}, "trees": [...]}
 
 A tree is {"id", "n_calls", "n_flat", "n_leaf", "n_tree"}, columns with one entry per segment (segments.py):
-"parent", "tokens", "paths", "calls", "trained", "kind", "text", "reason" and perhaps "logprob", and its
+"parent", "tokens", "paths", "calls", "trained", "kind", "text", "reason", perhaps "logprob", and its
 samples: {"segment", "turns", "rollout", "reward", "advantage", "weight"}. "turns" are the first and the last
 segment of each answer, which estimators of advantages need; "advantage" has one number per answer.
 """
@@ -15,16 +15,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from titan_tree.data.data_files import Group
-from titan_tree.data.readers import OpenFile, open_binary
+from titan_tree.data.readers import OpenFile, Record, open_binary
 from titan_tree.data.turns import runs
 from titan_tree.errors import UserError
 from titan_tree.tree.token_tree import TokenTree
 from titan_tree.xray.rendering import KINDS, KindFinder, RenderedPath, Renderer
+from titan_tree.xray.runs import Curves
 from titan_tree.xray.segments import Segments, find_reasons, find_segments, logprobs, texts
 from titan_tree.xray.sentences import count, sentences
 from titan_tree.xray.sources import Sources
@@ -33,6 +35,8 @@ VERSION = 1
 PAGE_TEXT = 4_000_000  # characters of all texts together
 LEAST_TEXT = 24  # characters that each segment may show nevertheless
 BYTES_PER_TOKEN = 4  # of English and code, for estimates
+SHOWN_SAMPLES = 8  # of a run
+PIECE = 2_000  # tokens of each of their pieces, at most
 SUMS = ("n_calls", "n_flat", "n_leaf", "n_tree")
 
 
@@ -46,6 +50,7 @@ class Xray:
         has_text: whether segments show how their texts begin.
         max_tokens: sizes of partitions to draw.
         ranks: numbers of ranks to distribute the trees over.
+        curves: of the run whose data the sources are; None: they are no run's.
     """
 
     def __init__(
@@ -56,9 +61,12 @@ class Xray:
         has_text: bool = True,
         max_tokens: Sequence[int] = (),
         ranks: Sequence[int] = (),
+        curves: Curves | None = None,
     ) -> None:
         self._sources, self._renderer, self._name = sources, renderer, name
         self._has_text, self._max_tokens, self._ranks = has_text, max_tokens, ranks
+        self._curves = curves
+        self._shown: list[dict[str, Any]] = []  # samples of a run
         self._kinds = KindFinder(renderer.tokenizer)
         self._trees: list[dict[str, Any]] = []
         self._repeats = np.zeros(len(KINDS), np.int64)
@@ -76,15 +84,17 @@ class Xray:
         Raises:
             UserError: there is no group with an answer of a model.
         """
-        for group in self._sources.groups(open_file):
-            self._add(group)
-        if not self._trees:
+        with self._sources.collected_warnings():
+            for group in self._sources.groups(open_file):
+                self._add(group)
+        if not self._trees and not self._curves:
             reason = next(iter(self._sources.problems), "the files hold no rollouts that a reader knows")
             raise UserError(f"nothing to show: {reason}")
         self._assign_ranks()
         self._shorten_texts()
-        order = sorted(
-            range(len(self._trees)), key=lambda i: self._trees[i]["n_tree"] - self._trees[i]["n_calls"]
+        is_scored = any("loss" in tree for tree in self._trees)
+        self._trees.sort(
+            key=lambda tree: -tree.get("loss", -1.0) if is_scored else tree["n_tree"] - tree["n_calls"]
         )
         names = sorted(self._reasons, key=lambda name: -self._reasons[name][1])
         numbers = {self._reasons[name][0]: number for number, name in enumerate(names)} | {-1: -1}
@@ -104,7 +114,8 @@ class Xray:
             "repeats": repeats,
             "reasons": reasons,
             "skipped": dict(self._sources.skipped),
-            "trees": [self._trees[i] for i in order],
+            "trees": self._trees,
+            **({} if self._curves is None else {"run": {"curves": self._curves, "samples": self._shown}}),
         }
 
     def _add(self, group: Group) -> None:
@@ -120,12 +131,14 @@ class Xray:
             return
         segments = find_segments(tree, self._tree_kinds(tree, rendered))
         decode = self._renderer.decode
-        of_segment, points = find_reasons(tree, segments, decode)
+        of_segment, points = find_reasons(tree, segments, decode, self._renderer.header)
         for reason, number in points.items():
             self._reasons.setdefault(reason, [len(self._reasons), 0, 0])[1] += number
-        for segment, reason in of_segment.items():
-            first = segments.first[segment]
-            self._reasons[reason][2] += int(tree.subtree_end[first] - first)
+        nearest: list[str | None] = []  # the last reason on the way to each segment
+        for number, parent in enumerate(segments.parent.tolist()):
+            nearest.append(of_segment.get(number, nearest[parent] if parent >= 0 else None))
+            if (reason := nearest[number]) is not None:
+                self._reasons[reason][2] += int(segments.tokens[number])
         stats = tree.stats
         sizes = {
             "n_calls": segments.n_calls,
@@ -136,6 +149,8 @@ class Xray:
         self._totals.update(sizes | {"groups": 1, "samples": len(rendered), "calls": segments.num_calls})
         self._repeats += segments.repeated()
         scored = logprobs(tree, segments)
+        if self._curves is not None and self._has_text:
+            self._show(rendered)
         self._trees.append(
             {
                 "id": group.id,
@@ -151,7 +166,7 @@ class Xray:
                     self._reasons[of_segment[i]][0] if i in of_segment else -1
                     for i in range(len(segments.first))
                 ],
-                **({} if scored is None else {"logprob": scored}),
+                **({} if scored is None else {"logprob": scored[0], "loss": scored[1]}),
                 "samples": list(_samples(segments, rendered)),
                 "partitions": {str(size): _partitions(tree, segments, size) for size in self._max_tokens},
             }
@@ -172,12 +187,26 @@ class Xray:
 
     def _estimate_hidden(self, rendered: Sequence[RenderedPath]) -> None:
         """Estimates the tokens of each first prompt that the file does not have."""
-        for path, _, trajectory in rendered:
+        first = {trajectory.place: (path, trajectory) for path, _, trajectory in reversed(rendered)}
+        for path, trajectory in first.values():
             counted = trajectory.record.get("prompt_tokens")
             answers = runs(path.loss_mask)
-            if type(counted) is int and answers and path.weight:
+            if type(counted) is int and answers and _trains_first(trajectory.record):
                 visible = answers[0][0] / (BYTES_PER_TOKEN if self._renderer.has_bytes else 1)
                 self._hidden.append(max(counted - visible, 0.0))
+
+    def _show(self, rendered: Sequence[RenderedPath]) -> None:
+        """Adds the first sample of a group to the samples of a run: its text, cut where the mask changes."""
+        if len(self._shown) >= SHOWN_SAMPLES:
+            return
+        path = rendered[0].path
+        is_trained = path.loss_mask > 0
+        cuts = [0, *(np.flatnonzero(np.diff(is_trained)) + 1).tolist(), len(path)]
+        pieces = [
+            (self._renderer.decode(path.tokens[start : min(end, start + PIECE)]), int(is_trained[start]))
+            for start, end in pairwise(cuts)
+        ]
+        self._shown.append({"title": path.id, "pieces": pieces})
 
     def _notes(self) -> list[str]:
         """Returns what limits the numbers."""
@@ -193,6 +222,8 @@ class Xray:
         if skipped := self._sources.skipped:
             counts = ", ".join(f"{number:,} x {kind}" for kind, number in skipped.most_common())
             notes.append(f"Left out: {counts}.")
+        for warning, number in self._sources.warnings.most_common():
+            notes.append(f"In {count(number, 'file')}: {warning}.")
         if problems := self._sources.problems:
             notes.append(f"{count(len(problems), 'part')} could not be read, such as {problems[0]}.")
         return notes
@@ -218,6 +249,12 @@ class Xray:
             for rank, micro_batches in enumerate(assigned):
                 for tree in (tree for trees in micro_batches for tree in trees):
                     self._trees[tree].setdefault("rank", {})[str(number)] = rank
+
+
+def _trains_first(record: Record) -> bool:
+    """Returns whether the first answer of a conversation is trained; it is the one of "prompt_tokens"."""
+    answers = [message for message in record.get("messages") or () if message.get("role") == "assistant"]
+    return bool(answers) and answers[0].get("weight") != 0
 
 
 def _samples(segments: Segments, rendered: Sequence[RenderedPath]) -> Iterator[dict[str, Any]]:

@@ -61,6 +61,11 @@ class Renderer:
         self.tokenizer = reader.tokenizer
         self.has_bytes = False  # whether some paths are bytes
 
+    @property
+    def header(self) -> int:
+        """The number of tokens that begin every conversation: the byte before the first message."""
+        return int(self.has_bytes)
+
     def paths(self, group: Group) -> list[RenderedPath]:
         """Returns the paths of a group. Trajectories without an answer have none.
 

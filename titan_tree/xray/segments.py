@@ -111,9 +111,13 @@ def find_segments(tree: TokenTree, kinds: np.ndarray) -> Segments:
 
 
 def find_reasons(
-    tree: TokenTree, segments: Segments, decode: Decode
+    tree: TokenTree, segments: Segments, decode: Decode, header: int
 ) -> tuple[dict[int, str], dict[str, int]]:
-    """Returns why segments diverge from heavier siblings, and the number of branch points per reason."""
+    """Returns why segments diverge from heavier siblings, and the number of branch points per reason.
+
+    Args:
+        header: tokens that begin every conversation. Paths that share no more do not share a message.
+    """
     of_segment: dict[int, str] = {}
     points: dict[str, int] = {}
     segment_of_first = {int(token): number for number, token in enumerate(segments.first)}
@@ -125,7 +129,7 @@ def find_reasons(
             segment = segment_of_first[int(tree.node_offsets[child.node])]
             reason = child.reason
             if reason in (OTHER_TEXT, OTHER_TOKENS):
-                reason = ANEW if point.depth <= 1 else DIFFERS[KINDS[segments.kind[segment]]]
+                reason = ANEW if point.depth <= header else DIFFERS[KINDS[segments.kind[segment]]]
             of_segment[segment] = reason
             reasons.add(reason)
         for reason in reasons - {ENDS}:
@@ -141,8 +145,11 @@ def texts(tree: TokenTree, segments: Segments, decode: Decode) -> list[str]:
     ]
 
 
-def logprobs(tree: TokenTree, segments: Segments) -> list[float | None] | None:
-    """Returns the mean log-prob of the trained tokens of each segment, or None if no path has log-probs."""
+def logprobs(tree: TokenTree, segments: Segments) -> tuple[list[float | None], float] | None:
+    """Returns the mean log-prob of the trained tokens of each segment, and minus that of the tree.
+
+    The result is None if no path has log-probs.
+    """
     total, count = np.zeros(len(tree)), np.zeros(len(tree))
     for number, path in enumerate(tree.paths):
         values: Any = next((v for name in LOGPROBS if (v := getattr(path, name)) is not None), None)
@@ -154,4 +161,5 @@ def logprobs(tree: TokenTree, segments: Segments) -> list[float | None] | None:
     if not count.any():
         return None
     sums, counts = (np.add.reduceat(array, segments.first) for array in (total, count))
-    return [round(s / n, 4) if n else None for s, n in zip(sums.tolist(), counts.tolist(), strict=True)]
+    means = [round(s / n, 4) if n else None for s, n in zip(sums.tolist(), counts.tolist(), strict=True)]
+    return means, round(-float(total.sum() / count.sum()), 4)

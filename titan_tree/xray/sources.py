@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from titan_tree.data.data_files import Group, group_records
@@ -16,6 +18,7 @@ from titan_tree.data.readers import (
     find_files,
     open_binary,
     read_records,
+    row_reader,
 )
 from titan_tree.data.readers.containers import event_files, first_rows
 from titan_tree.data.schema import TRAJECTORY_KINDS
@@ -38,6 +41,7 @@ class Sources:
     Attributes:
         skipped: what was left out, counted by kind.
         problems: an error per file, or part of a file, that could not be read.
+        warnings: what readers warn of, and in how many files.
 
     Raises:
         UserError: a path does not exist.
@@ -46,6 +50,7 @@ class Sources:
     def __init__(self, paths: Sequence[str], format: str = AUTO) -> None:
         self.skipped: Counter[str] = Counter()
         self.problems: list[str] = []
+        self.warnings: Counter[str] = Counter()
         self._format = format
         self._files: list[tuple[str, bool]] = []  # file, and whether it was found in a folder
         seen = set[str]()
@@ -55,6 +60,18 @@ class Sources:
                 if (real := os.path.realpath(file)) not in seen:
                     seen.add(real)
                     self._files.append((file, is_searched))
+
+    @contextmanager
+    def collected_warnings(self) -> Iterator[None]:
+        """Counts the warnings of readers within a ``with`` statement, instead of logging one per file."""
+        logger, handler = logging.getLogger(row_reader.__name__), _Counting(self.warnings)
+        logger.addHandler(handler)
+        logger.propagate = False
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.propagate = True
 
     def groups(self, open_file: OpenFile = open_binary) -> Iterator[Group]:
         """Yields the groups file after file. An error ends its file, and is added to ``problems``."""
@@ -68,6 +85,18 @@ class Sources:
                 yield from group_records(records, {})
             except UserError as error:
                 self.problems.append(str(error))
+
+
+class _Counting(logging.Handler):
+    """Counts the warnings of ``row_reader.warn_once`` by their message."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if isinstance(record.args, tuple):
+            self._counts[str(record.args[-1])] += 1
 
 
 def _is_source(folder: str) -> bool:
