@@ -17,9 +17,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.support import formats
 from tests.support.datasets import sample_reader
 from tests.support.formats import TOKEN_ROWS, Task, write_lines
+from tests.support.sessions import CLAUDE, CODEX, OPENHANDS, PI
 from tests.support.traces import GYM, LIGHTNING, TRACE, episode
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.errors import UserError
+
+SESSIONS = {"claude_code": CLAUDE, "codex": CODEX, "pi": PI}
 
 
 def fuzz(count: int, seed: int, folder: Path) -> collections.Counter[str]:
@@ -30,7 +33,9 @@ def fuzz(count: int, seed: int, folder: Path) -> collections.Counter[str]:
     outcomes: collections.Counter[str] = collections.Counter()
     for _ in range(count):
         format, rows = draw.choice(originals)
-        file = write_lines(folder / "mutated", [mutated(draw, draw.choice(rows))])
+        row = mutated(draw, draw.choice(rows))
+        is_session = format in SESSIONS and isinstance(row, list)
+        file = write_lines(folder / "mutated", row if is_session else [row])
         try:
             reader = sample_reader(
                 file, tokenizer, format=draw.choice([format, "auto"]), sample={"turns": "last"}
@@ -75,6 +80,8 @@ def original_rows(folder: Path) -> dict[str, list[Any]]:
         "agent_lightning": [LIGHTNING],
         "tau_bench": [formats.tau_bench(tasks)[:1]],
         "tau2_bench": [formats.tau2_bench(tasks)],
+        **{name: [lines] for name, lines in SESSIONS.items()},
+        "openhands": [{"history": OPENHANDS}],
         "swe_agent": [formats.swe_agent(tasks[0]["trajectories"][0])],
     }
 

@@ -137,8 +137,8 @@ class Xray:
         nearest: list[str | None] = []  # the last reason on the way to each segment
         for number, parent in enumerate(segments.parent.tolist()):
             nearest.append(of_segment.get(number, nearest[parent] if parent >= 0 else None))
-            if (reason := nearest[number]) is not None:
-                self._reasons[reason][2] += int(segments.tokens[number])
+            if (last := nearest[number]) is not None:
+                self._reasons[last][2] += int(segments.tokens[number])
         stats = tree.stats
         sizes = {
             "n_calls": segments.n_calls,

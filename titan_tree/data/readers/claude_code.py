@@ -60,7 +60,7 @@ class ClaudeCodeReader(SessionReader):
         )
 
     def events(self, rows: Iterator[tuple[Place, Record]], source: Source) -> list[Event]:
-        parents: dict[str, object] = {}  # of all lines with an id
+        parents: dict[str, str | None] = {}  # of all lines with an id
         messages: dict[str, _Message] = {}  # by the ids of their lines
         answers: dict[str, _Message] = {}  # by the ids of the API
         for place, row in rows:
@@ -69,12 +69,14 @@ class ClaudeCodeReader(SessionReader):
                 if uuid in parents:
                     source.skipped["repeated event"] += 1
                     continue
-                parents[uuid] = row.get("parentUuid")
-            if (kind := _without_message(row)) is not None:
-                source.skipped[kind] += 1
-                continue
+                parents[uuid] = None
             try:
                 with errors_at(place):
+                    if isinstance(uuid, str) and row.get("parentUuid") is not None:
+                        parents[uuid] = expect(row["parentUuid"], str, "parentUuid", "the name of an event")
+                    if (kind := _without_message(row)) is not None:
+                        source.skipped[kind] += 1
+                        continue
                     message, identifier = _message(place, row, source)
             except UserError as error:
                 source.skip_broken(error)
@@ -126,7 +128,7 @@ def _message(place: Place, row: Record, source: Source) -> tuple[_Message, str |
     return result, identifier if isinstance(identifier, str) else None
 
 
-def _events(messages: dict[str, _Message], parents: dict[str, object], source: Source) -> list[Event]:
+def _events(messages: dict[str, _Message], parents: dict[str, str | None], source: Source) -> list[Event]:
     """Returns the events of the messages, depth first.
 
     Raises:
@@ -160,19 +162,19 @@ def _events(messages: dict[str, _Message], parents: dict[str, object], source: S
 
 
 def _before(
-    message: _Message, messages: dict[str, _Message], parents: dict[str, object], source: Source
+    message: _Message, messages: dict[str, _Message], parents: dict[str, str | None], source: Source
 ) -> _Message | None:
     """Returns the message before one: that of the nearest line above it that has a message."""
     uuid = None if message.is_root else parents[message.uuid]
     for _ in range(len(parents) + 1):
         if uuid is None:
             return None
-        if (before := messages.get(str(uuid))) is not None:
+        if (before := messages.get(uuid)) is not None:
             return before
         if uuid not in parents:
             source.skipped["missing parent"] += 1
             return None
-        uuid = parents[str(uuid)]
+        uuid = parents[uuid]
     raise UserError(f"{message.place}: parentUuid: expected a tree of events, got a cycle")
 
 
