@@ -85,7 +85,7 @@ def train_on_gpus(rank: int, ports: list[int], folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["scored partitions", "LoRA", "shared tokens", "replicas"])
 def test_reinforcement_learning_equals_one_gpu(tmp_path: Path, name: str) -> None:
-    """With FSDP2, its scored partitions, LoRA, sequence parallelism, and DistributedDataParallel's layout."""
+    """With scored partitions, LoRA, sequence parallelism, and a replica of the weights on each rank."""
     run_ranks(train_on_gpus, 2, tmp_path / "two", name, start="spawn")
     assert_same_run(config(tmp_path / "two", name), train(config(tmp_path / "one", name)), tolerance=1e-4)
 
