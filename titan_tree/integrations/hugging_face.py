@@ -80,7 +80,7 @@ def treeify(trainer: Any, max_tokens: int | None = None, compile: bool | None = 
     Raises:
         UserError: the trainer has a loss of its own, or the model or a setting cannot be used on trees.
     """
-    _check_trainer(trainer, max_tokens)
+    _check_trainer(trainer)
     if max_tokens is not None and max_tokens < 2:
         raise UserError(f"treeify: max_tokens: expected at least 2, got {max_tokens}")
     checkpointing = trainer.args.gradient_checkpointing_kwargs or {}
@@ -439,7 +439,7 @@ def _reduced(model: Any) -> Iterator[None]:
             model.require_backward_grad_sync = before
 
 
-def _check_trainer(trainer: Any, max_tokens: int | None) -> None:
+def _check_trainer(trainer: Any) -> None:
     """Raises UserError if a setting of the trainer cannot be used on trees."""
 
     def refuse(setting: str, expected: object, got: object, reason: str) -> None:
@@ -464,8 +464,6 @@ def _check_trainer(trainer: Any, max_tokens: int | None) -> None:
             refuse("fsdp_version", 2, plugin.fsdp_version, several_ranks)
         if hasattr(plugin.cpu_offload, "pin_memory"):  # only CPUOffloadPolicy has it
             refuse("fsdp_offload_params", False, True, "it has not been tested; set it to false")
-        if max_tokens is not None:
-            refuse("max_tokens", None, max_tokens, "with FSDP2, every rank runs its forest in one pass")
     if any(hasattr(parameter, "device_mesh") for parameter in trainer.model.parameters()):
         refuse("model", "whole weights", "sharded ones", "call treeify before the model is sharded")
     if (parallelism := trainer.accelerator.parallelism_config) is not None and parallelism.total_size > 1:

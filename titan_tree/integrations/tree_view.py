@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from transformers import PreTrainedModel
 
 from titan_tree.components.edge_statistics import Statistic
@@ -29,7 +31,7 @@ class TreeView(InPlaceModel):
     """A model of transformers on trees, in mixed precision if ``autocast`` says so.
 
     Args:
-        model: the original, which PEFT may have changed, but not replaced.
+        model: the original, which PEFT may have changed, but not replaced. If FSDP2 shards it, collective.
         autocast: dtype of mixed precision; None: the layers compute in the dtype of the weights.
     Raises:
         UserError: the model cannot run on trees, or would no longer generate as before.
@@ -39,7 +41,12 @@ class TreeView(InPlaceModel):
 
     def __init__(self, model: PreTrainedModel, autocast: torch.dtype | None = None) -> None:
         _check_modules(model)
+        units = _units(model)  # TRL shards a reference model in its constructor
+        for unit in units:
+            unit.unshard()
         super().__init__(model)
+        for unit in units:
+            unit.reshard()
         self.autocast, self.compute_dtype = autocast, autocast
 
     def forward(self, batch: TreeBatch, **options: Any) -> ModelOutput:  # type: ignore[override]
@@ -63,7 +70,7 @@ class RowForest:
     Args:
         rows: the rows.
         batch: all of them, on the device of the models.
-        partitions: the forest in partitions, on the host; (): it runs in one pass.
+        partitions: the forest in partitions of at most ``max_tokens``, on the host; (): there is no maximum.
     """
 
     rows: Rows
@@ -74,11 +81,13 @@ class RowForest:
     def make(rows: Rows, view: TreeView, max_tokens: int | None = None) -> RowForest:
         """Returns the forest of ``rows``, in partitions if it has more than ``max_tokens`` tokens."""
         device = view.embedding_weight.device
-        rows, batch = replace(rows, index=rows.index.to(device)), rows.batch().to(device)
+        on_host = rows.batch()
+        rows, batch = replace(rows, index=rows.index.to(device)), on_host.to(device)
         if max_tokens is None:
             return RowForest(rows, batch)
         plan = TreePartitioner("auto", max_tokens).plan(rows.tree, view.costs())
-        return RowForest(rows, batch, TreeBatch.from_plan(plan, edges="loss") if len(plan) > 1 else ())
+        partitions = TreeBatch.from_plan(plan, edges="loss") if len(plan) > 1 else [on_host]
+        return RowForest(rows, batch, partitions)
 
 
 def row_scores(
@@ -88,14 +97,20 @@ def row_scores(
 
     Log-probs and entropies are differentiable. Partitions are scored without gradients first. The backward
     pass runs them again, forward and backward. Memory then holds the activations of one chain of partitions.
+
+    Ranks may have different numbers of partitions. With FSDP2, each rank therefore gathers all weights before
+    the first partition, and a forest of one partition runs like the others.
     """
-    batch = forest.batch
-    if forest.partitions:
+    batch, units = forest.batch, _units(view)
+    if len(forest.partitions) > 1 or (forest.partitions and units):
         num_edges = len(batch.edge_label)
-        parameters = [p for p in view.parameters() if p.requires_grad]
-        values: Sequence[Tensor] = _Partitions.apply(
-            view, forest.partitions, num_edges, entropy, statistics, *parameters
-        )
+        with _gathered(units):
+            parameters = [p for p in view.parameters() if p.requires_grad]
+            values: Sequence[Tensor] = _Partitions.apply(
+                view, forest.partitions, num_edges, entropy, statistics, *parameters
+            )
+        for unit in units:
+            unit.reshard()
     else:
         values = _columns(view(batch, entropy=entropy, statistics=statistics))
     names = ["logprobs", *(["entropy"] if entropy else []), *statistics]
@@ -140,9 +155,33 @@ class _Partitions(torch.autograd.Function):
             edges = batch.edge_number
             return torch.stack([(g[edges] * getattr(out, name)).sum() for name, g in wanted.items()]).sum()
 
-        with torch.enable_grad(), _leaves(ctx.view) as leaves:
+        # FSDP2 sums gradients and frees gathered weights when the backward pass of all parameters has ended.
+        with torch.enable_grad(), _gathered(_units(ctx.view)), _leaves(ctx.view) as leaves:
             train_micro_batch(ctx.view, ctx.partitions, loss, ctx.device, entropy="entropy" in wanted)
         return (None,) * 5 + tuple(leaves[id(parameter)].grad for parameter in ctx.parameters)
+
+
+def _units(model: nn.Module) -> list[FSDPModule]:
+    """Returns the modules of a model whose weights FSDP2 gathers together, such as layers."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def _gathered(units: Sequence[FSDPModule]) -> Iterator[None]:
+    """Gathers all weights. Passes within the context then run without communication between ranks.
+
+    FSDP2 takes these passes for the recomputation of a layer during its backward pass, in which the hooks of
+    the layer neither free weights nor sum gradients.
+    """
+    states = [unit._get_fsdp_state() for unit in units]
+    for unit, state in zip(units, states, strict=True):
+        unit.unshard()
+        state._training_state = TrainingState.PRE_BACKWARD
+    try:
+        yield
+    finally:
+        for state in states:
+            state._training_state = TrainingState.IDLE
 
 
 @contextmanager
