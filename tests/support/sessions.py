@@ -21,7 +21,7 @@ def claude_user(uuid: str, parent: str | None, content: Any, **fields: Any) -> R
     return claude_event(uuid, parent, "user", message={"role": "user", "content": content}, **fields)
 
 
-def claude_answer(uuid: str, parent: str, identifier: str, block: Row, stop: str | None = None) -> Row:
+def claude_answer(uuid: str, parent: str | None, identifier: str, block: Row, stop: str | None = None) -> Row:
     usage = {"input_tokens": 3, "cache_read_input_tokens": 1000, "cache_creation_input_tokens": 200}
     message = {"id": identifier, "role": "assistant", "model": "m", "content": [block], "stop_reason": stop}
     return claude_event(uuid, parent, "assistant", message=message | {"usage": usage})

@@ -1,16 +1,29 @@
 """The payload of titan-tree xray against numbers that are counted conversation by conversation."""
 
 import json
+import os
+import random
+import time
 
 import numpy as np
 import pytest
 
 from tests.support.datasets import sample_reader
 from tests.support.formats import demo_tasks, write_document, write_lines
-from tests.support.sessions import CLAUDE, CODEX, OPENHANDS, PI
+from tests.support.sessions import (
+    CLAUDE,
+    CODEX,
+    OPENHANDS,
+    PI,
+    claude_answer,
+    claude_user,
+    tool_result,
+    tool_use,
+)
 from titan_tree.cli import main
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.readers import read_records
+from titan_tree.xray import rendering
 from titan_tree.xray.payload import Xray
 from titan_tree.xray.rendering import KINDS, Renderer
 from titan_tree.xray.sources import Sources
@@ -113,8 +126,15 @@ def test_the_tree_of_a_session(sessions):
         "another conversation from its first message on",
         "another message of the user",
     ]
-    assert payload["notes"][1].startswith("Session files leave out the system prompt and the tool schemas.")
-    assert "about 1,201 tokens per call" in payload["notes"][1]
+    prompt = (
+        1203 - (2 + len("count") + 1) / 4
+    )  # the median of three first prompts; the API counted 1203 tokens
+    times = (422 / 4 + 6 * prompt) / (208 / 4 + prompt)
+    assert payload["notes"][1] == (
+        "Session files leave out the system prompt and the tool schemas, and so do the numbers above. By the "
+        f"API's usage, they have about {prompt:,.0f} tokens per call. With them, trees would compute about "
+        f"{times:.1f} times less than every call. Both are estimates."
+    )
 
 
 def test_a_tokenizer_gives_the_samples_of_training(tmp_path):
@@ -166,10 +186,13 @@ def test_the_command_prints_three_sentences_and_writes_a_page(sessions, tmp_path
     assert page.read_text().startswith("<!doctype html>")
 
 
-def test_no_text_leaves_out_all_texts(sessions, capsys):
-    assert main(["xray", sessions[0], "--no-text", "--json"]) == 0
+def test_no_text_leaves_out_all_texts(sessions, tmp_path, capsys):
+    bad = write_lines(tmp_path / "bad.jsonl", [{"messages": [{"role": "look", "content": "look"}]}])
+    assert main(["xray", sessions[0], bad, "--no-text", "--json"]) == 0
     output = capsys.readouterr().out
-    assert json.loads(output)["trees"][0]["text"] is None
+    payload = json.loads(output)
+    assert payload["trees"][0]["text"] is None
+    assert payload["notes"][-1] == "1 part could not be read."
     assert "look" not in output
 
 
@@ -245,3 +268,42 @@ def test_the_folder_of_a_run_has_its_curves_and_its_data(tmp_path, capsys):
 def test_warnings_are_counted_by_file(sessions, tmp_path):
     copy = write_lines(tmp_path / "copy.jsonl", CLAUDE)
     assert payload_of(sessions[0], copy)["notes"][-1].startswith("In 2 files: images became the text [image]")
+
+
+@pytest.mark.exhaustive
+def test_ten_megabytes_of_sessions_take_six_seconds(tmp_path):
+    """A tenth of the promise: 100 MB in a minute."""
+    draw, rows, parent = random.Random(0), [], None
+    for number in range(2_000):
+        result = "".join(draw.choices("abcdefghij ", k=4_000))
+        rows += [
+            claude_answer(f"a{number}", parent, f"m{number}", tool_use(f"t{number}"), "tool_use"),
+            claude_user(f"r{number}", f"a{number}", [tool_result(f"t{number}", result)]),
+        ]
+        parent = f"r{number}" if draw.random() > 0.01 else f"r{draw.randrange(number + 1)}"  # a fork
+    files = [write_lines(tmp_path / f"{i}.jsonl", [CLAUDE[1], *rows]) for i in range(1)]
+    assert os.path.getsize(files[0]) > 8_000_000
+    start = time.process_time()
+    payload_of(*files)
+    assert time.process_time() - start < 6
+
+
+def test_a_group_that_would_fill_the_memory_is_left_out(sessions, monkeypatch):
+    monkeypatch.setattr(rendering, "MOST_BYTES", 288)  # one less than the first session has
+    payload = payload_of(*sessions[:2])
+    assert payload["totals"]["groups"] == 1
+    assert payload["notes"][-1].endswith(
+        "trajectories[3]: the conversations of this group have more than 288 bytes together; split it."
+    )
+
+
+def test_segments_end_where_an_answer_of_any_path_does(tmp_path):
+    """Both paths train token 4, so the mask of the tree does not show where the second answer lies."""
+    rows = [{"tokens": [1, 2, 3, 4, 5], "loss_mask": mask} for mask in ([0, 1, 1, 1, 1], [0, 0, 1, 1, 0])]
+    (tree,) = payload_of(write_lines(tmp_path / "f.jsonl", [row | {"group_id": "g"} for row in rows]))[
+        "trees"
+    ]
+    assert tree["tokens"] == [1, 1, 2, 1]
+    assert [sample["turns"] for sample in tree["samples"]] == [[[1, 3]], [[2, 2]]]
+    assert tree["calls"] == [2, 2, 2, 1]
+    assert tree["n_calls"] == 5 + 4

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from titan_tree.tree.token_tree import TokenTree
 from titan_tree.xray.rendering import KINDS, KindFinder, RenderedPath, Renderer
 from titan_tree.xray.runs import Curves
 from titan_tree.xray.segments import Segments, find_reasons, find_segments, logprobs, texts
-from titan_tree.xray.sentences import count, sentences
+from titan_tree.xray.sentences import count, ratio, sentences
 from titan_tree.xray.sources import Sources
 
 VERSION = 1
@@ -37,6 +37,7 @@ LEAST_TEXT = 24  # characters that each segment may show nevertheless
 BYTES_PER_TOKEN = 4  # of English and code, for estimates
 SHOWN_SAMPLES = 8  # of a run
 PIECE = 2_000  # tokens of each of their pieces, at most
+MOST_PIECES = 40
 SUMS = ("n_calls", "n_flat", "n_leaf", "n_tree")
 
 
@@ -74,6 +75,7 @@ class Xray:
         self._totals: Counter[str] = Counter(dict.fromkeys(("groups", "samples", "calls", *SUMS), 0))
         self._sizes: list[np.ndarray] = []  # of the trees, for ranks
         self._hidden: list[float] = []  # tokens of prompts that sessions leave out, estimated
+        self._sessions: Counter[str] = Counter()  # groups and calls of those sessions
 
     def payload(self, open_file: OpenFile = open_binary) -> dict[str, Any]:
         """Reads all groups, and returns the payload.
@@ -171,7 +173,9 @@ class Xray:
                 "partitions": {str(size): _partitions(tree, segments, size) for size in self._max_tokens},
             }
         )
-        self._estimate_hidden(rendered)
+        if hidden := list(self._estimates_hidden(rendered)):
+            self._hidden += hidden
+            self._sessions.update({"groups": 1, "calls": segments.num_calls})
         if self._ranks:
             from titan_tree.tree.costs import tree_sizes  # imports torch
 
@@ -185,15 +189,19 @@ class Xray:
             kinds[tree.indices_of(chosen[leaf])] = self._kinds.kinds(rendered[chosen[leaf]])
         return kinds
 
-    def _estimate_hidden(self, rendered: Sequence[RenderedPath]) -> None:
-        """Estimates the tokens of each first prompt that the file does not have."""
+    def _estimates_hidden(self, rendered: Sequence[RenderedPath]) -> Iterator[float]:
+        """Yields an estimate of the tokens that the file leaves out of each first prompt."""
         first = {trajectory.place: (path, trajectory) for path, _, trajectory in reversed(rendered)}
         for path, trajectory in first.values():
             counted = trajectory.record.get("prompt_tokens")
             answers = runs(path.loss_mask)
             if type(counted) is int and answers and _trains_first(trajectory.record):
-                visible = answers[0][0] / (BYTES_PER_TOKEN if self._renderer.has_bytes else 1)
-                self._hidden.append(max(counted - visible, 0.0))
+                yield max(counted - answers[0][0] / self._per_token, 0.0)
+
+    @property
+    def _per_token(self) -> int:
+        """What is counted per token of a model."""
+        return BYTES_PER_TOKEN if self._renderer.has_bytes else 1
 
     def _show(self, rendered: Sequence[RenderedPath]) -> None:
         """Adds the first sample of a group to the samples of a run: its text, cut where the mask changes."""
@@ -204,7 +212,7 @@ class Xray:
         cuts = [0, *(np.flatnonzero(np.diff(is_trained)) + 1).tolist(), len(path)]
         pieces = [
             (self._renderer.decode(path.tokens[start : min(end, start + PIECE)]), int(is_trained[start]))
-            for start, end in pairwise(cuts)
+            for start, end in islice(pairwise(cuts), MOST_PIECES)
         ]
         self._shown.append({"title": path.id, "pieces": pieces})
 
@@ -214,10 +222,13 @@ class Xray:
         if self._renderer.has_bytes:
             notes.append("Tokens are bytes here; --tokenizer FOLDER counts those of your model.")
         if self._hidden:
+            size = float(np.median(self._hidden))
+            every = self._totals["n_calls"] / self._per_token + size * self._sessions["calls"]
+            once = self._totals["n_tree"] / self._per_token + size * self._sessions["groups"]
             notes.append(
-                "Session files leave out the system prompt and the tool schemas. By the API's usage, they "
-                f"have about {np.median(self._hidden):,.0f} tokens per call. This is an estimate, and the "
-                "numbers above leave them out."
+                "Session files leave out the system prompt and the tool schemas, and so do the numbers "
+                f"above. By the API's usage, they have about {size:,.0f} tokens per call. With them, trees "
+                f"would compute about {ratio(every, once)} less than every call. Both are estimates."
             )
         if skipped := self._sources.skipped:
             counts = ", ".join(f"{number:,} x {kind}" for kind, number in skipped.most_common())
@@ -225,7 +236,8 @@ class Xray:
         for warning, number in self._sources.warnings.most_common():
             notes.append(f"In {count(number, 'file')}: {warning}.")
         if problems := self._sources.problems:
-            notes.append(f"{count(len(problems), 'part')} could not be read, such as {problems[0]}.")
+            example = f", such as {problems[0]}" if self._has_text else ""  # an error may quote a text
+            notes.append(f"{count(len(problems), 'part')} could not be read{example}.")
         return notes
 
     def _shorten_texts(self) -> None:

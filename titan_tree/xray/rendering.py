@@ -28,6 +28,7 @@ SYSTEM, TOOLS, USER, ASSISTANT, THOUGHT, TOOL, OTHER = range(len(KINDS))
 ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT, "tool": TOOL}
 BEGINS = [bytes([0xF8 + kind]) for kind in range(OTHER)]  # of messages; UTF-8 has no byte above 0xF7
 ENDS = b"\xff"
+MOST_BYTES = 1 << 28  # of the paths of one group; its tree takes about 12 times as much memory
 NEEDLE = 32  # characters by which a message is found in a rendered text
 SETTINGS = ("weight", "temperature")  # of a record, for its paths
 
@@ -79,10 +80,18 @@ class Renderer:
                 for path in paths
             ]
         self.has_bytes = True
-        rendered = []
+        rendered: list[RenderedPath] = []
+        size = 0
         for trajectory in group_trajectories(group, self._reader.ignored):
             with errors_at(trajectory.place):
-                rendered += byte_path(trajectory)
+                paths = byte_path(trajectory)
+                size += sum(len(item.path) for item in paths)
+                if size > MOST_BYTES:
+                    raise UserError(
+                        f"the conversations of this group have more than {MOST_BYTES:,} bytes together; "
+                        "split it"
+                    )
+                rendered += paths
         return rendered
 
     def decode(self, tokens: Iterable[int]) -> str:

@@ -67,7 +67,7 @@ def _reasons(reasons: Sequence[tuple[str, int, int]], unit: str) -> str:
     )
 
 
-def ratio(one: int, other: int) -> str:
+def ratio(one: float, other: float) -> str:
     """Returns "2.5 times"."""
     return f"{one / max(other, 1):.1f} times"
 

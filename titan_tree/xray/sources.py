@@ -22,7 +22,7 @@ from titan_tree.data.readers import (
 )
 from titan_tree.data.readers.containers import event_files, first_rows
 from titan_tree.data.schema import TRAJECTORY_KINDS
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, printable
 from titan_tree.registry import READERS
 
 ENDINGS = (".jsonl", ".json", ".ndjson", ".traj", ".parquet")
@@ -83,8 +83,8 @@ class Sources:
                     continue
                 records = read_records(file, format, open_file, self.skipped, skips_broken=True)
                 yield from group_records(records, {})
-            except UserError as error:
-                self.problems.append(str(error))
+            except (UserError, OSError) as error:
+                self.problems.append(printable(str(error)))
 
 
 class _Counting(logging.Handler):
