@@ -27,6 +27,7 @@ VERBS = {  # name -> summary; a verb's module is imported only when the verb run
     "score": "write the log-probs of a model for the samples of data files",
     "plan": "estimate the memory and the time of a run before it starts",
     "bench": "measure speed, memory or quality, beside others and against earlier rows",
+    "certify": "compare a training step on trees with every path alone, through transformers",
     "doctor": "check the installation, the machine and a configuration, and say how to fix problems",
 }
 EXAMPLES = """examples:
@@ -38,6 +39,7 @@ EXAMPLES = """examples:
   titan-tree score rollouts.jsonl scored.jsonl --model /models/Qwen3-1.7B
   titan-tree plan train_configs/qwen3_8b.toml --gpus 8
   titan-tree bench ratio --quick
+  titan-tree certify train_configs/demo.toml
   titan-tree doctor --config train_configs/demo.toml"""
 
 

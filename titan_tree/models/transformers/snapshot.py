@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from titan_tree.components.lora import is_factor
 from titan_tree.errors import UserError, shorten
@@ -66,6 +67,18 @@ def fill(model: TransformersModel, folder: str | Path, shards: WeightShards) -> 
         model.get_submodule(module)._buffers[leaf] = value.to(constant.device)
 
 
+def unmodified(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Returns the model of a snapshot as transformers implements it, on the CPU, for single sequences.
+
+    Raises:
+        UserError: see ``fill``.
+    """
+    disable_progress_bar()
+    model = _read(folder, dtype).eval()
+    model.set_experts_implementation("eager")  # the default one multiplies in bfloat16 only
+    return model
+
+
 def save(model: TransformersModel, folder: Path, weights: Mapping[str, Tensor], max_shard_bytes: int) -> None:
     """Saves a snapshot that transformers loads back bit for bit.
 
@@ -78,11 +91,11 @@ def save(model: TransformersModel, folder: Path, weights: Mapping[str, Tensor], 
     with torch.device("meta"):
         shell = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     prefix = shell.base_model_prefix
-    named = {_hf_name(name, prefix): weight.contiguous() for name, weight in weights.items()}
+    named = {hf_name(name, prefix): weight.contiguous() for name, weight in weights.items()}
     shell.save_pretrained(folder, state_dict=named, max_shard_size=max_shard_bytes)
 
 
-def _hf_name(name: str, prefix: str) -> str:
+def hf_name(name: str, prefix: str) -> str:
     """Returns transformers' name of a parameter of ``TransformersModel``."""
     if name.startswith("base."):
         return prefix + name.removeprefix("base")

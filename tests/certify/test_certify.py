@@ -1,0 +1,325 @@
+"""titan-tree certify: every family passes, and a failure names the layer or the cause of a planted fault."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import titan_tree.components.lora
+import titan_tree.components.moe as moe
+import titan_tree.models.qwen3_5
+import titan_tree.tree.batch as batches
+from tests.support.tiny_run import tiny_config
+from titan_tree.certify import certify, reference
+from titan_tree.certify.checks import leaks
+from titan_tree.certify.report import text
+from titan_tree.certify.subject import opened
+from titan_tree.cli import main
+from titan_tree.config.toml import dump_config, load_any
+from titan_tree.engine.partitions import GatewayCache
+from titan_tree.errors import UserError
+from titan_tree.models.decoder import Decoder
+from titan_tree.models.layers import RMSNorm, Rope
+from titan_tree.registry import MODELS
+from titan_tree.tree.batch import TreeBatch
+
+TRUNK = list(range(1, 13))
+PATHS = [  # after the trunk, the first path parts from the others, and the second one from the third
+    [*TRUNK, 20, 21, 22, 23, 24, 25, 26],
+    [*TRUNK, 30, 31, 32, 33, 40, 41],
+    [*TRUNK, 30, 31, 32, 33, 50, 51, 52],
+]
+
+
+def configured(tmp_path, **options):
+    """Returns the configuration of a tiny model and three paths of one tree."""
+    tmp_path.mkdir(exist_ok=True)
+    with (tmp_path / "data.jsonl").open("w") as file:
+        for number, tokens in enumerate(PATHS):
+            record = {
+                "group_id": "g",
+                "tokens": tokens,
+                "loss_mask": [0] * 12 + [1] * (len(tokens) - 13) + [0],
+                "weight": number + 1.0,
+                "advantage": number - 0.5,
+            }
+            file.write(json.dumps(record) + "\n")
+    if "5" in options["model__name"] or "next" in options["model__name"]:
+        options |= {"model__overrides__full_attention_interval": 2}
+    return tiny_config(tmp_path, **{"loss__name": "reinforce"} | options)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[] if name == "qwen3" else pytest.mark.exhaustive) for name in MODELS],
+)
+def test_every_family_passes(family, tmp_path):
+    certificate = certify(configured(tmp_path, model__name=family))
+    assert certificate.passed, text(certificate)
+    names = ["outputs of layers", "log-probs", "loss", "gradients", "gradient of one parameter"]
+    assert [check.name for check in certificate.checks] == [*names, "other branches", "same step again"]
+    assert all(check.passed for check in certificate.checks)
+    assert 0 < certificate.checks[3].error < 1e-5
+    assert certificate.facts["data"].endswith("data.jsonl: g; 3 paths of 56 tokens, 28 distinct")
+    assert certificate.facts["against"].endswith("ForCausalLM of transformers, unmodified, every path alone")
+
+
+def layout_fault(change):
+    """Returns a fault that changes the layout of every batch."""
+
+    def plant(patch):
+        made = batches._layout
+        patch.setattr(
+            batches,
+            "_layout",
+            lambda tree, partition, access: change(made(tree, partition, access), tree, partition),
+        )
+
+    return plant
+
+
+def pairs_fault(change):
+    """Returns a fault that changes the fields of the pairs of trees with several paths."""
+
+    def plant(patch):
+        made = batches.tree_pairs
+
+        def faulty(tree, edges):
+            edges, pairs = made(tree, edges)
+            if len(tree.paths) > 1:
+                change(pairs)
+            return edges, pairs
+
+        patch.setattr(batches, "tree_pairs", faulty)
+
+    return plant
+
+
+def positions(layout, tree, partition):
+    late = torch.from_numpy(tree.positions[partition.own_tokens] >= 12).int()
+    return dataclasses.replace(layout, positions=layout.positions + late)
+
+
+def visible_sibling(layout, tree, partition):
+    return dataclasses.replace(layout, subtree_end=torch.full_like(layout.subtree_end, len(tree)))
+
+
+def state_before(layout, tree, partition):
+    before = torch.arange(len(layout.chunks.before), dtype=torch.int32) - 1
+    return dataclasses.replace(layout, chunks=layout.chunks._replace(before=before))
+
+
+def wrong_parent(patch):
+    made = TreeBatch.from_plan
+
+    def from_plan(plan, *args):
+        label = {int(token): i for i, token in enumerate(plan.tree.tokens)}
+        found = made(plan, *args)
+        return [
+            dataclasses.replace(b, edge_source=torch.tensor([label[t] - 1 for t in b.edge_label.tolist()]))
+            for b in found
+        ]
+
+    patch.setattr(TreeBatch, "from_plan", from_plan)
+
+
+def rope(patch):
+    patch.setattr(Decoder, "make_rope", lambda model, at: Rope.at(at, model.config.rotary_dim, 1e4))
+
+
+def unscaled_lora(patch):
+    made = titan_tree.components.lora.factors
+
+    def factors(module, *args):
+        pair = made(module, *args)
+        return pair and (pair[0], pair[1] / module.lora_scaling)
+
+    patch.setattr(titan_tree.components.lora, "factors", factors)
+
+
+def dropped_mask(patch):
+    made = batches.tree_pairs
+
+    def faulty(tree, edges):
+        edges, pairs = made(tree, "all")
+        if len(tree.paths) > 1:
+            pairs.fields["loss_mask"][:] = 1
+        return edges, pairs
+
+    patch.setattr(batches, "tree_pairs", faulty)
+
+
+def wrong_weight(pairs):
+    pairs.path_fields["weight"][1] *= 1.5
+
+
+def other_advantage(pairs):
+    pairs.fields["advantage"][:] = np.roll(pairs.fields["advantage"], 1)
+
+
+def no_renormalization(patch):
+    made = moe.MoE.forward
+
+    def forward(self, *args):
+        self.norm_topk_prob = False
+        return made(self, *args)
+
+    patch.setattr(moe.MoE, "forward", forward)
+
+
+def crossing_conv(patch):
+    made = titan_tree.models.qwen3_5.prepare_conv
+
+    def prepare_conv(layout, width):
+        before = torch.arange(len(layout.predecessor), dtype=layout.predecessor.dtype) - 1
+        return made(dataclasses.replace(layout, predecessor=before), width)
+
+    patch.setattr(titan_tree.models.qwen3_5, "prepare_conv", prepare_conv)
+
+
+def untied_head(patch):
+    patch.setattr(Decoder, "output_weight", property(lambda model: model.embed_tokens.weight.detach()))
+
+
+def norm_in_bfloat16(patch):
+    made = RMSNorm.forward
+    patch.setattr(RMSNorm, "forward", lambda norm, x: made(norm, x.bfloat16()).to(x.dtype))
+
+
+def stale_keys(patch):
+    made = GatewayCache.read
+
+    def read(cache, batch):
+        leaves = made(cache, batch)
+        return leaves and [rows.detach().roll(1, 0).requires_grad_(rows.requires_grad) for rows in leaves]
+
+    patch.setattr(GatewayCache, "read", read)
+
+
+def lost_gradients(patch):
+    patch.setattr(
+        GatewayCache,
+        "gradient",
+        lambda cache, batch, i: torch.zeros_like(cache.rows[i][cache._written(batch, i)]),
+    )
+
+
+LORA = {"lora__rank": 2}
+PARTITIONS = {"data__max_tokens": 16}
+ATTENTION = "outputs of layers: layers.0 (self_attn), largest at"
+PARENT = "log-probs: largest at token 16 of path g/2, the first after a branch: error "
+DELTANET = "outputs of layers: layers.0 (linear_attn), largest at"
+FAULTS = [  # how it is planted, the family, options, what the verdict says
+    (
+        "positions",
+        layout_fault(positions),
+        "qwen3",
+        {},
+        ATTENTION,
+    ),
+    (
+        "mask",
+        layout_fault(visible_sibling),
+        "qwen3",
+        {},
+        ATTENTION,
+    ),
+    (
+        "parent",
+        wrong_parent,
+        "qwen3",
+        {},
+        PARENT,
+    ),
+    ("theta", rope, "qwen3", {}, ATTENTION),
+    ("lora", unscaled_lora, "qwen3", LORA, ATTENTION),
+    ("loss mask", dropped_mask, "qwen3", {"loss__name": "sft"}, "loss: "),
+    ("weight", pairs_fault(wrong_weight), "qwen3", {}, "loss: "),
+    ("advantage", pairs_fault(other_advantage), "qwen3", {}, "loss: "),
+    ("router", no_renormalization, "qwen3_moe", {}, ATTENTION),
+    (
+        "state",
+        layout_fault(state_before),
+        "qwen3_5",
+        {},
+        DELTANET,
+    ),
+    ("conv", crossing_conv, "qwen3_5", {}, DELTANET),
+    ("tied head", untied_head, "qwen3", {}, "gradients: largest: embed_tokens.weight"),
+    ("norm", norm_in_bfloat16, "llama", {}, ATTENTION),
+    ("stale keys", stale_keys, "qwen3", PARTITIONS, ATTENTION),
+    ("gradients of keys", lost_gradients, "qwen3", PARTITIONS, "gradients: largest: "),
+]
+SLOW = ("mask", "weight", "state")  # the other faults are exhaustive
+
+
+@pytest.mark.parametrize(
+    ("plant", "family", "options", "named"),
+    [
+        pytest.param(*fault, id=name, marks=pytest.mark.slow if name in SLOW else pytest.mark.exhaustive)
+        for name, *fault in FAULTS
+    ],
+)
+def test_a_planted_fault_fails_and_is_named(plant, family, options, named, tmp_path, monkeypatch):
+    plant(monkeypatch)
+    certificate = certify(configured(tmp_path, model__name=family, **options))
+    assert not certificate.passed
+    assert certificate.verdict.startswith(f"FAILED in float32: {named}"), text(certificate)
+
+
+def test_a_leak_is_found_without_a_reference(tmp_path, monkeypatch):
+    layout_fault(visible_sibling)(monkeypatch)
+    with opened(configured(tmp_path, model__name="qwen3"), 1000) as subject:
+        check = leaks(subject.tree_step, subject.micro_batches())
+    assert check.passed is False
+    assert check.error > 1e-4
+    assert check.found == "layers.0, path g/1: other tokens there change the output"
+
+
+def test_the_command_writes_json_and_a_page_and_its_status_says_whether_all_checks_passed(
+    tmp_path, monkeypatch, capsys
+):
+    config = configured(tmp_path, model__name="qwen3", training__dtype="bfloat16")
+    (tmp_path / "run.toml").write_text(dump_config(config))
+    arguments = ["certify", str(tmp_path / "run.toml"), "--json", str(tmp_path / "c.json")]
+    assert main([*arguments, "--page", str(tmp_path / "c.html"), "data.max_tokens=16"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("PASSED: training on trees equals training path by path in bfloat16; gradients ")
+    written = json.loads((tmp_path / "c.json").read_text())
+    assert written["passed"]
+    assert written["checks"][3]["floor"] > 1e-3
+    page = (tmp_path / "c.html").read_text()
+    assert written["verdict"] in page
+    assert "://" not in page  # it needs no other file
+    pairs_fault(wrong_weight)(monkeypatch)
+    assert main(arguments) == 1
+    assert "FAILED in bfloat16: loss: " in capsys.readouterr().out
+
+
+def test_float8_is_refused(tmp_path):
+    message = r"^training\.float8: expected 'none', because transformers has no float8 to compare with, got "
+    with pytest.raises(UserError, match=message):
+        certify(configured(tmp_path, model__name="qwen3", training__float8="tensorwise"))
+
+
+@pytest.mark.exhaustive
+def test_without_transformers_the_reference_is_our_model_path_by_path(tmp_path, monkeypatch):
+    def missing():
+        raise UserError("transformers is not installed")
+
+    monkeypatch.setattr(reference, "import_transformers", missing)
+    certificate = certify(configured(tmp_path, model__name="qwen3_moe", **LORA))
+    assert certificate.passed, text(certificate)
+    against = "titan_tree's own model, every path alone (transformers is not installed)"
+    assert certificate.facts["against"] == against
+
+
+@pytest.mark.exhaustive
+def test_rollouts_of_reinforcement_learning_pass(tmp_path):
+    config = load_any("train_configs/rl_demo.toml", [f"folder={tmp_path}", "rl.rollouts=2", "rl.branches=1"])
+    certificate = certify(config)
+    assert certificate.passed, text(certificate)
+    source = "rollouts of desk, sampled by CachedSampler, with random advantages because all are 0: 0/1/0; "
+    assert certificate.facts["data"].startswith(source)

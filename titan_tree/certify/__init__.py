@@ -1,0 +1,127 @@
+"""Certifies that a configuration's training step on trees equals the step on every path alone.
+
+subject.py     the model and the first trees of a configuration
+numbers.py     what a step computes on trees: outputs of layers, log-probs, the loss and its gradients
+reference.py   the same from every path alone, through the unmodified model of transformers
+checks.py      compares both, in multiples of the noise of rounding; leaks; determinism
+sampler.py     the sampler's log-probs against the trainer's, with a cause for each token
+report.py      the text, the JSON and the page of a certificate
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from tempfile import TemporaryDirectory
+
+import torch
+
+from titan_tree.certify.checks import Check, compare, leaks, repeats
+from titan_tree.certify.numbers import Numbers, score, train_step
+from titan_tree.certify.reference import OwnReference, Reference, TransformersReference, snapshot
+from titan_tree.certify.subject import Subject, opened
+from titan_tree.checkpoint.export import gathered_weights
+from titan_tree.components.lora import is_factor
+from titan_tree.config import Config
+from titan_tree.distributed.collectives import call_on_rank_0, rank, world_size
+from titan_tree.errors import UserError
+
+MAX_TOKENS = 4096  # of all paths together
+
+
+@dataclasses.dataclass
+class Certificate:
+    """The result of ``certify``.
+
+    Attributes:
+        verdict: one line.
+        facts: what was certified, and with what it was compared.
+    """
+
+    passed: bool
+    verdict: str
+    facts: dict[str, str]
+    checks: list[Check]
+
+
+def certify(config: Config, max_tokens: int = MAX_TOKENS) -> Certificate:
+    """Certifies the first step of a configuration of training or of reinforcement learning. Collective.
+
+    Args:
+        max_tokens: maximum sum of the lengths of the paths that are compared.
+
+    Raises:
+        UserError: see ``opened``.
+    """
+    with opened(config, max_tokens) as subject:
+        step, micro_batches = subject.tree_step, subject.micro_batches(rank(), world_size())
+        on_trees = train_step(step, micro_batches)
+        checks = [repeats(on_trees, train_step(step, micro_batches))]
+        if world_size() == 1:
+            on_trees.scores = score(step, micro_batches)
+            checks.insert(0, leaks(step, micro_batches))
+        weights = gathered_weights(step.model, torch.float32)
+        return call_on_rank_0(lambda: _certificate(subject, on_trees, checks, weights))
+
+
+def _certificate(
+    subject: Subject, on_trees: Numbers, checks: Sequence[Check], weights: dict[str, torch.Tensor]
+) -> Certificate:
+    exact, noisy, against = _alone(subject, weights)
+    checks = [*compare(on_trees, exact, noisy, subject), *checks]
+    failed = next((check for check in checks if check.passed is False), None)
+    precision = f"in {subject.config.training.dtype}"
+    gradients = next(check for check in checks if check.name == "gradients")
+    if failed is None:
+        verdict = (
+            f"PASSED: training on trees equals training path by path {precision}; gradients differ by "
+            f"{gradients.error:.1e}, noise floor {gradients.floor:.1e}"
+        )
+    else:
+        verdict = f"FAILED {precision}: {failed.name}: {failed.found}"
+    return Certificate(failed is None, verdict, _facts(subject) | {"against": against}, checks)
+
+
+def _alone(subject: Subject, weights: dict[str, torch.Tensor]) -> tuple[Numbers, Numbers, str]:
+    """Returns the step on every path alone in more than the dtype of training, and in that dtype.
+
+    The third value names the model that computed it.
+    """
+    step, config = subject.tree_step, subject.config
+    factors = {name: weight for name, weight in weights.items() if is_factor(name)}
+    dtype: torch.dtype = getattr(torch, config.training.dtype)
+    dtypes = torch.float64 if dtype == torch.float32 else torch.float32, dtype
+    with TemporaryDirectory() as folder:
+
+        def of_transformers(dtype: torch.dtype) -> Reference:
+            return TransformersReference(path, step.model, factors, dtype, step.device)
+
+        try:
+            path = snapshot(step.model, config, weights, folder)
+            first: Reference = of_transformers(dtypes[0])
+            name = type(first.module).__name__
+            make, against = of_transformers, f"{name} of transformers, unmodified, every path alone"
+        except UserError as error:
+            make, against = (
+                lambda dtype: OwnReference(config, weights, dtype),
+                f"titan_tree's own model, every path alone ({error})",
+            )
+            first = make(dtypes[0])
+        exact = first.step(subject.paths, step.loss)
+        del first
+        return exact, make(dtypes[1]).step(subject.paths, step.loss), against
+
+
+def _facts(subject: Subject) -> dict[str, str]:
+    config, model, trees = subject.config, subject.tree_step.model, subject.trees
+    weights = config.model.hf_path or f"{config.model.flavor}, random weights"
+    lora = "" if model.lora is None else f", LoRA of rank {model.lora.rank}"
+    ranks = f", {world_size()} ranks" if world_size() > 1 else ""
+    names = ", ".join(tree.paths[0].id.rpartition("/")[0] or tree.paths[0].id for tree in trees[:3])
+    more = f" and {len(trees) - 3} more" if len(trees) > 3 else ""
+    paths, flat, distinct = len(subject.paths), sum(map(len, subject.paths)), sum(map(len, trees))
+    return {
+        "model": f"{model.family} {weights}, {model.num_parameters():,} parameters{lora}",
+        "step": f"loss {config.loss.name}, {config.training.dtype}, {subject.tree_step.device.type}{ranks}",
+        "data": f"{subject.source}: {names}{more}; {paths} paths of {flat:,} tokens, {distinct:,} distinct",
+    }

@@ -1,0 +1,167 @@
+"""What is certified: the model and the first trees of a configuration, as training would run them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch.distributed as dist
+
+from titan_tree.components.tree_loss import COUNT_ONCE
+from titan_tree.config import Config, MetricsConfig, RouterLossConfig
+from titan_tree.config.rl import RLRunConfig, WarmStartConfig
+from titan_tree.data.packing import MicroBatches, pack
+from titan_tree.distributed.mesh import OneRank, init_distributed
+from titan_tree.distributed.parallelize import weight_shards
+from titan_tree.engine.tree_step import TreeStep
+from titan_tree.errors import UserError
+from titan_tree.models.weights import draw_weights
+from titan_tree.rl.trainer import RLTrainer
+from titan_tree.run.build import build_dataset, build_loss, build_reader, build_tokenizer, build_tree_step
+from titan_tree.run.model_setup import build_parallel_model, snapshot_model
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
+
+STD_B = 0.02  # of the factors B of a new LoRA
+
+
+@dataclass
+class Subject:
+    """The model, its step, and the trees of the first step.
+
+    Attributes:
+        config: the configuration, without router losses and replayed experts.
+        trees: those that fit, the same on all ranks.
+        source: where their paths come from.
+    """
+
+    config: Config
+    tree_step: TreeStep
+    trees: list[TokenTree]
+    source: str
+
+    @property
+    def paths(self) -> list[TokenPath]:
+        return [path for tree in self.trees for path in tree.paths]
+
+    def micro_batches(self, rank: int = 0, num_ranks: int = 1) -> MicroBatches:
+        """Returns the micro-batches of the trees of one rank."""
+        shared = self.config.parallel.sequence_parallel  # ranks with the same trees
+        own = self.trees[rank // shared :: max(num_ranks // shared, 1)]
+        return pack(own, self.config.data.max_tokens)
+
+
+@contextmanager
+def opened(config: Config, max_tokens: int) -> Iterator[Subject]:
+    """Yields the subject of a configuration of training or of reinforcement learning. Collective.
+
+    Args:
+        max_tokens: maximum sum of the lengths of all paths. The first tree may be larger.
+
+    Raises:
+        UserError: the configuration cannot be trained, or not be compared.
+    """
+    if config.training.float8 != "none":
+        raise UserError(
+            f"training.float8: expected 'none', because transformers has no float8 to compare with, got "
+            f"{config.training.float8!r}; add training.float8=none"
+        )
+    # Transformers computes neither of them.
+    data = dataclasses.replace(config.data, replay="off")
+    config = dataclasses.replace(config, data=data, router_loss=RouterLossConfig())
+    make = _of_rollouts(config) if isinstance(config, RLRunConfig) else _of_files(config)
+    with make as subject:
+        _draw_updates(subject)
+        loss = subject.tree_step.loss
+        subject.trees = _first(subject.trees, max_tokens, whole=loss.spec.compares_paths)
+        _draw_advantages(subject)
+        if loss.reduction in COUNT_ONCE:
+            for tree in subject.trees:
+                tree.weigh_edges()
+        yield subject
+
+
+@contextmanager
+def _of_files(config: Config) -> Iterator[Subject]:
+    mesh, device = init_distributed(config.parallel.timeout_s)
+    try:
+        loss = build_loss(config.loss)
+        model = build_parallel_model(config.model, config.training, config.parallel, mesh, config.lora)
+        reader = build_reader(config.data, build_tokenizer(config.data, config.model.hf_path), model)
+        (trees,) = build_dataset(reader, config, 1, OneRank()).steps(1)
+        source = ", ".join(map(str, config.data.files))
+        yield Subject(
+            config, build_tree_step(config, model, loss, device), list(chain.from_iterable(trees)), source
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _of_rollouts(config: RLRunConfig) -> Iterator[Subject]:
+    """Samples the rollouts of one task. A warm start that is complete gives the weights."""
+    warm = Path(config.folder) / "warm_start" / "hf"
+    with TemporaryDirectory() as folder:
+        config = dataclasses.replace(
+            config,
+            folder=folder,
+            model=snapshot_model(config.model, str(warm)) if warm.exists() else config.model,
+            warm_start=WarmStartConfig(),
+            data=dataclasses.replace(config.data, global_batch_groups=1),
+            metrics=MetricsConfig(loggers=[]),
+        )
+        trainer = RLTrainer(config)
+        try:
+            if dist.get_world_size() > 1:
+                raise UserError("titan-tree certify: expected one process for rl; start it without --nproc")
+            trees = [TokenTree.from_paths(paths) for paths in trainer.paths(1)]
+            trainer.add_logprobs(trees)
+            source = f"rollouts of {config.rl.environment}, sampled by {type(trainer.sampler).__name__}"
+            yield Subject(config, trainer.tree_step, trees, source)
+        finally:
+            trainer.close()
+
+
+def _draw_updates(subject: Subject) -> None:
+    """Draws the factors B of a new LoRA, which are 0: the updates would otherwise not be tested."""
+    factors = {n: s for n, s in weight_shards(subject.tree_step.model).items() if n.endswith("_lora_B")}
+    if subject.config.lora.adapter is None:
+        for name, shard in factors.items():
+            draw_weights(shard, name, subject.config.training.seed, lambda _, draws: draws.normal(STD_B))
+
+
+def _draw_advantages(subject: Subject) -> None:
+    """Draws the advantages if all are 0, as those of equal rewards are: all gradients would be 0."""
+    given = [path.advantage for path in subject.paths if path.advantage is not None]
+    if given and not any(values.any() for values in given):
+        subject.source += ", with random advantages because all are 0"
+        draw = np.random.default_rng(0)
+        for values in given:
+            values[:] = draw.normal()
+
+
+def _first(trees: Sequence[TokenTree], max_tokens: int, whole: bool) -> list[TokenTree]:
+    """Returns the first trees, and of the last one the first paths, at least two, that fit.
+
+    Args:
+        whole: a tree keeps all of its paths.
+    """
+    chosen: list[TokenTree] = []
+    left = max_tokens
+    for tree in trees:
+        paths: list[TokenPath] = []
+        for path in tree.paths:
+            if len(path) > left and (chosen or len(paths) > 1) and not (whole and paths):
+                break
+            paths.append(path)
+            left -= len(path)
+        if not paths:
+            break
+        chosen.append(tree if len(paths) == len(tree.paths) else TokenTree.from_paths(paths))
+    return chosen
