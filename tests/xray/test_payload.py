@@ -137,6 +137,7 @@ def test_the_tree_of_a_session(sessions):
     )
 
 
+@pytest.mark.slow
 def test_a_tokenizer_gives_the_samples_of_training(tmp_path):
     file = write_lines(tmp_path / "f.jsonl", demo_tasks(1))
     tokenizer = TreeTokenizer.byte_level()
@@ -229,6 +230,7 @@ def test_scored_files_have_the_loss_of_trees_and_segments(tmp_path):
     assert [sample["reward"] for sample in payload["trees"][1]["samples"]] == [0, 1]
 
 
+@pytest.mark.slow
 def test_partitions_and_ranks_cover_the_trees(tmp_path):
     payload = payload_of(write_lines(tmp_path / "f.jsonl", demo_tasks(4)), max_tokens=[256], ranks=[2])
     for tree in payload["trees"]:
@@ -242,6 +244,7 @@ def test_partitions_and_ranks_cover_the_trees(tmp_path):
     assert {tree["rank"]["2"] for tree in payload["trees"]} == {0, 1}
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_run_has_its_curves_and_its_data(tmp_path, capsys):
     file = write_lines(tmp_path / "f.jsonl", demo_tasks(1))
     (tmp_path / "config.toml").write_text(

@@ -274,7 +274,7 @@ def _samples(segments: Segments, rendered: Sequence[RenderedPath]) -> Iterator[d
     rollouts: dict[object, int] = {}
     for number, (path, _, trajectory) in enumerate(rendered):
         record = trajectory.record
-        name = record.get("rollout_id")
+        name, reward = record.get("rollout_id"), record.get("reward")
         owner = trajectory.place if name is None else ("rollout_id", str(name))
         advantage = None
         if path.advantage is not None:
@@ -286,7 +286,7 @@ def _samples(segments: Segments, rendered: Sequence[RenderedPath]) -> Iterator[d
             "segment": int(segments.last[number]),
             "turns": segments.turns[number],
             "rollout": rollouts.setdefault(owner, len(rollouts)),
-            "reward": record.get("reward"),
+            "reward": reward if type(reward) in (int, float) else None,
             "advantage": advantage,
             "weight": float(path.weight),
         }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -210,6 +210,13 @@ class KindFinder:
             at, before = found + len(needle), kind
 
 
+def _tool_name(tool: object) -> object:
+    """Returns the name in a tool's schema, or None for a schema of another form."""
+    while isinstance(tool, dict) and "name" not in tool:
+        tool = tool.get("function")
+    return tool["name"] if isinstance(tool, dict) else None
+
+
 def _needles(record: Record) -> list[tuple[str, int]]:
     """Returns how the messages of a conversation begin, each with its kind."""
     needles = []
@@ -224,6 +231,5 @@ def _needles(record: Record) -> list[tuple[str, int]]:
             if text and text.strip():
                 needles.append((text.strip()[:NEEDLE], part))
         if index == 0:
-            names: list[Any] = [tool.get("function", tool).get("name") for tool in record.get("tools") or ()]
-            needles += [(f'"{name}"', TOOLS) for name in names if name]
+            needles += [(f'"{name}"', TOOLS) for name in map(_tool_name, record.get("tools") or ()) if name]
     return needles
