@@ -132,7 +132,8 @@ def open_page(browser: Any, content: dict[str, Any], folder: Path, **options: An
     page.on("console", lambda message: message.type == "error" and page.errors.append(message.text))
     page.on("request", lambda request: page.requests.append(request.url))
     page.goto((folder / "page.html").as_uri())
-    page.wait_for_function("window.xray && xray.icicle.frames.length > 0")
+    page.wait_for_selector("tr.chosen", timeout=20_000)
+    settle(page)
     return page
 
 
@@ -147,7 +148,7 @@ def page(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any
 def show(page: Any, tree: int, measure: str = "kind", estimator: str = "group") -> None:
     """Shows a tree in the colours of a measure, without a pinned segment and zoom."""
     page.locator("#trees th", has_text="tree").first.click()
-    page.evaluate("number => (xray.choose(number), xray.icicle.pin(-1), xray.icicle.fit())", tree)
+    page.evaluate("number => (xray.chooseTree(number), xray.icicle.pin(-1), xray.icicle.fit())", tree)
     page.locator(f"#by-{measure}").click()
     page.select_option("#estimator", estimator)
     settle(page)
@@ -260,11 +261,11 @@ def test_colours_and_legend_follow_the_numbers(page: Any, measure: str) -> None:
     tree = 0 if measure == "logprob" else BRANCHING
     show(page, tree, measure, "mean")
     data = full_payload()["trees"][tree]
-    values = page.evaluate("Array.from(xray.colours().values, (x) => Number.isFinite(x) ? x : null)")
+    values = page.evaluate("Array.from(xray.look().values, (x) => Number.isFinite(x) ? x : null)")
     known = [value for value in values if value is not None]
     assert len(known) == (sum(data["trained"]) if measure in ("logprob", "advantage", "net") else len(known))
     seen = pixels(page)
-    assert seen == page.evaluate("Array.from(xray.colours().colours)")
+    assert seen == page.evaluate("Array.from(xray.look().colours)")
     ends = page.locator("#legend .key").first.inner_text()
     if measure == "mask":
         trained = sum(t for t, is_trained in zip(data["tokens"], data["trained"], strict=True) if is_trained)
@@ -324,7 +325,8 @@ def test_the_wheel_zooms_about_the_pointer_and_a_drag_moves(page: Any) -> None:
     x, y = middle(page, 1)
     page.mouse.move(x, y)
     page.mouse.wheel(0, -300)
-    page.wait_for_function(f"xray.icicle.scaleX > {whole[2]} / 4 * 1.7")
+    settle(page)
+    assert page.evaluate("xray.icicle.scaleX") == pytest.approx(whole[2] / 4 * np.exp(0.6))
     assert middle(page, 1)[0] == pytest.approx(x, abs=0.5)
     before = page.evaluate(view)
     page.mouse.down()

@@ -1,6 +1,12 @@
 // Colours: one scale per way to colour the tree, for light and dark pages.
 
-const KINDS = { system: "#8a92a8", tools: "#b8a36a", user: "#5b8fc7", assistant: "#4aa382", thought: "#9b80c4" };
+const KINDS = {
+  system: "#8a92a8",
+  tools: "#b8a36a",
+  user: "#5b8fc7",
+  assistant: "#4aa382",
+  thought: "#9b80c4",
+};
 Object.assign(KINDS, { tool: "#d98f54", other: "#a9a9a4" });
 export const kindColour = (kind) => KINDS[kind] ?? KINDS.other;
 
@@ -8,8 +14,22 @@ export const kindColour = (kind) => KINDS[kind] ?? KINDS.other;
 export const labelColour = (number) => `hsl(${(number * 137.5 + 20) % 360} 48% 55%)`;
 
 const THEMES = {
-  light: { none: "#e7e5e0", low: "#dfe9f1", high: "#12507f", minus: "#c4542f", zero: "#f0e6c8", plus: "#1d7f8c" },
-  dark: { none: "#2c2e33", low: "#223442", high: "#9bd3ff", minus: "#f0815a", zero: "#4a4638", plus: "#4cc3cf" },
+  light: {
+    none: "#e7e5e0",
+    low: "#dfe9f1",
+    high: "#12507f",
+    minus: "#c4542f",
+    zero: "#f0e6c8",
+    plus: "#1d7f8c",
+  },
+  dark: {
+    none: "#2c2e33",
+    low: "#223442",
+    high: "#9bd3ff",
+    minus: "#f0815a",
+    zero: "#4a4638",
+    plus: "#4cc3cf",
+  },
 };
 
 const channels = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
@@ -43,11 +63,17 @@ function ramp(colours, low, high, shape = (x) => x) {
 
 function range(values) {
   let [low, high] = [Infinity, -Infinity];
-  for (const x of values) if (Number.isFinite(x)) (low = Math.min(low, x)), (high = Math.max(high, x));
+  for (const x of values) {
+    if (!Number.isFinite(x)) continue;
+    low = Math.min(low, x);
+    high = Math.max(high, x);
+  }
   return low <= high ? [low, high] : [0, 0];
 }
 
-// Each measure: name on its button, one line that explains it, value of each segment, and its scale.
+const CREDIT = "a reward or an advantage of every sample";
+
+// Each measure: name on its button, one line that explains it, what it needs, value of each segment, and its scale.
 export const MEASURES = {
   reuse: {
     title: "Reuse",
@@ -59,7 +85,10 @@ export const MEASURES = {
     title: "Loss mask",
     about: "tokens that the loss of any sample counts",
     values: (tree) => tree.data.trained,
-    classes: (theme) => [["context", theme.none], ["trained", theme.plus]],
+    classes: (theme) => [
+      ["context", theme.none],
+      ["trained", theme.plus],
+    ],
   },
   kind: {
     title: "Kind",
@@ -70,30 +99,35 @@ export const MEASURES = {
   reward: {
     title: "Reward",
     about: "mean reward of the samples through each token",
+    needs: "rewards",
     values: (tree) => tree.reward,
     scale: (theme, values) => ramp([theme.minus, theme.zero, theme.plus], ...range(values)),
   },
   logprob: {
     title: "Log-prob",
     about: "mean log-prob of trained tokens, in nats",
+    needs: "log-probs",
     values: (tree) => (tree.data.logprob ?? []).map((x) => x ?? NaN),
     scale: (theme, values) => ramp([theme.minus, theme.zero, theme.plus], range(values)[0], 0),
   },
   advantage: {
     title: "Advantage",
     about: "mean advantage of the samples that train each token",
+    needs: CREDIT,
     values: (tree, credit) => credit?.advantage ?? [],
     scale: (theme, values) => symmetric(theme, values),
   },
   net: {
     title: "Net weight",
     about: "advantage × sample weight, added over the samples that train a token",
+    needs: CREDIT,
     values: (tree, credit) => credit?.net ?? [],
     scale: (theme, values) => symmetric(theme, values),
   },
   agreement: {
     title: "Cancellation",
     about: "|sum| / sum of |advantage × weight| over samples: 0 where they cancel, 1 where they agree",
+    needs: CREDIT,
     values: (tree, credit) => credit?.agreement ?? [],
     scale: (theme) => ramp([theme.minus, theme.zero, theme.plus], 0, 1),
   },
@@ -104,13 +138,14 @@ function symmetric(theme, values) {
   return ramp([theme.minus, theme.zero, theme.plus], -most, most);
 }
 
-// Returns the colour of each segment, or null if there is no value for any, and what the legend shows.
+// Returns the colour of each segment, and what the legend shows: classes, or a scale, or neither without values.
 export function colouring(name, tree, credit, kinds, isDark) {
   const theme = isDark ? THEMES.dark : THEMES.light;
   const values = MEASURES[name].values(tree, credit);
-  if (!values.some((x) => Number.isFinite(x))) return null;
   const classes = MEASURES[name].classes?.(theme, kinds);
-  const scale = classes ? null : MEASURES[name].scale(theme, values);
-  const colours = Array.from(values, (x) => classes ? classes[x][1] : Number.isFinite(x) ? scale.colour(x) : theme.none);
+  const hasValues = values.some((x) => Number.isFinite(x));
+  const scale = classes || !hasValues ? null : MEASURES[name].scale(theme, values);
+  const colourOf = (x) => (classes ? classes[x][1] : Number.isFinite(x) ? scale.colour(x) : theme.none);
+  const colours = Array.from(tree.tokens, (_, i) => colourOf(values[i]));
   return { colours, values, classes, scale, none: theme.none };
 }

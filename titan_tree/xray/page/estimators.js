@@ -12,7 +12,9 @@ function normalized(rewards, std = true) {
 
 function groupBy(items, key) {
   const groups = new Map();
-  items.forEach((item, i) => groups.has(key(item)) ? groups.get(key(item)).push(i) : groups.set(key(item), [i]));
+  items.forEach((item, i) =>
+    groups.has(key(item)) ? groups.get(key(item)).push(i) : groups.set(key(item), [i]),
+  );
   return groups;
 }
 
@@ -31,7 +33,7 @@ const byState = (turn) => turn.state;
 const perRollout = (turns, values) => turns.map((turn) => values[turn.rollout]);
 
 // The value of each turn: the mean reward of the rollouts that took it, and of those that took any turn from its state.
-function values(turns, rewards) {
+function turnValues(turns, rewards) {
   const reward = (turn) => rewards[turn.rollout];
   const nodes = meansBy(turns, byNode, reward);
   const states = meansBy(turns, byState, reward);
@@ -49,12 +51,15 @@ function gigpo(turns, rewards, { omega, gamma, std }) {
   }
   const result = perRollout(turns, whole);
   for (const members of groupBy(turns, byState).values())
-    normalized(members.map((t) => returns[t]), std).forEach((x, i) => (result[members[i]] += omega * x));
+    normalized(
+      members.map((t) => returns[t]),
+      std,
+    ).forEach((x, i) => (result[members[i]] += omega * x));
   return result;
 }
 
 function treeRL(turns, rewards) {
-  const { nodes, gap } = values(turns, rewards);
+  const { nodes, gap } = turnValues(turns, rewards);
   const root = mean(rewards);
   return turns.map((turn) => {
     const { value, rollouts } = nodes.get(turn.node);
@@ -63,7 +68,7 @@ function treeRL(turns, rewards) {
 }
 
 function spo(turns, rewards, { std }) {
-  const { gap } = values(turns, rewards);
+  const { gap } = turnValues(turns, rewards);
   const variances = meansBy(turns, byState, (turn) => gap(turn) ** 2);
   return turns.map((turn) => gap(turn) / (std ? Math.sqrt(variances.get(turn.state).value) + 1e-8 : 1));
 }
@@ -81,7 +86,7 @@ function treeGRPO(turns, rewards) {
 }
 
 function treePO(turns, rewards, { weighted }) {
-  const { nodes } = values(turns, rewards);
+  const { nodes } = turnValues(turns, rewards);
   const above = rewards.map(() => new Map([[null, { value: mean(rewards), rollouts: rewards.length }]]));
   for (const turn of turns)
     if (nodes.get(turn.node).rollouts > 1) above[turn.rollout].set(turn.node, nodes.get(turn.node));
@@ -111,7 +116,10 @@ export const ESTIMATORS = {
     title: "RLOO: R − mean of the others",
     run: (turns, rewards) => {
       const factor = rewards.length / Math.max(rewards.length - 1, 1);
-      return perRollout(turns, normalized(rewards, false).map((x) => x * factor));
+      return perRollout(
+        turns,
+        normalized(rewards, false).map((x) => x * factor),
+      );
     },
   },
   gigpo: {
@@ -122,7 +130,11 @@ export const ESTIMATORS = {
   tree_rl: { title: "TreeRL: (V(u) − V(root) + V(u) − V(par)) / √n", run: treeRL },
   tree_grpo: { title: "Tree-GRPO: GRPO in the group + in the rollout's tree", run: treeGRPO },
   spo: { title: "SPO: V(u) − V(par), once per turn", options: { std: false }, once: true, run: spo },
-  tree_po: { title: "TreePO: mean of R − V(a) over shared turns a", options: { weighted: true }, run: treePO },
+  tree_po: {
+    title: "TreePO: mean of R − V(a) over shared turns a",
+    options: { weighted: true },
+    run: treePO,
+  },
 };
 
 export const defaults = (name) => ({ ...ESTIMATORS[name].options, once: ESTIMATORS[name].once ?? false });

@@ -11,7 +11,14 @@ const MAX_ROW = 180; // pixels of a leaf, at most
 
 export class Icicle {
   constructor(canvas, onHover, onPin) {
-    Object.assign(this, { canvas, onHover, onPin, context: canvas.getContext("2d"), hovered: -1, pinned: -1 });
+    Object.assign(this, {
+      canvas,
+      onHover,
+      onPin,
+      context: canvas.getContext("2d"),
+      hovered: -1,
+      pinned: -1,
+    });
     this.frames = []; // milliseconds of each frame
     new ResizeObserver(() => this.resize()).observe(canvas);
     canvas.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
@@ -26,7 +33,10 @@ export class Icicle {
   show(tree, style) {
     const isNew = tree !== this.tree;
     Object.assign(this, { tree }, style);
-    if (isNew) (this.hovered = this.pinned = -1), this.fit();
+    if (isNew) {
+      this.hovered = this.pinned = -1;
+      this.fit();
+    }
     this.redraw();
   }
 
@@ -99,7 +109,8 @@ export class Icicle {
   jump(i) {
     this.zoomTo(this.tree.parent[i] < 0 ? i : this.tree.parent[i]);
     const edge = this.left + (0.7 * this.width) / this.scaleX; // a long parent must not push the segment out of view
-    if (this.tree.depth[i] > edge) this.moveTo(this.tree.depth[i] - (0.3 * this.width) / this.scaleX, this.top);
+    if (this.tree.depth[i] > edge)
+      this.moveTo(this.tree.depth[i] - (0.3 * this.width) / this.scaleX, this.top);
     this.pin(i);
   }
 
@@ -115,7 +126,7 @@ export class Icicle {
     const [x, y] = this.point(event);
     const [token, row] = [this.left + x / this.scaleX, Math.floor(this.top + y / this.scaleY)];
     if (y < 0 || row >= tree.rows) return -1;
-    for (let i = 0; i < tree.n; ) {
+    for (let i = 0; i < tree.n;) {
       if (row < tree.row[i] || row >= tree.rowEnd[i]) i = tree.end[i];
       else if (token < tree.depth[i] + tree.tokens[i]) return token >= tree.depth[i] ? i : -1;
       else i++;
@@ -127,7 +138,8 @@ export class Icicle {
     event.preventDefault();
     const [x, y] = this.point(event);
     const factor = Math.exp(-event.deltaY * (event.deltaMode ? 0.05 : 0.002));
-    if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) this.moveTo(this.left + event.deltaX / this.scaleX, this.top);
+    if (Math.abs(event.deltaX) > Math.abs(event.deltaY))
+      this.moveTo(this.left + event.deltaX / this.scaleX, this.top);
     else this.zoom(event.altKey ? 1 : factor, event.shiftKey ? 1 : factor, x, y);
   }
 
@@ -141,7 +153,9 @@ export class Icicle {
     const [x, y] = this.point(event);
     const [dx, dy] = [x - this.drag.from[0], y - this.drag.from[1]];
     this.drag.moved ||= Math.abs(dx) + Math.abs(dy) > 3;
-    if (this.drag.moved) this.hover(-1), this.moveTo(this.drag.left - dx / this.scaleX, this.drag.top - dy / this.scaleY);
+    if (!this.drag.moved) return;
+    this.hover(-1);
+    this.moveTo(this.drag.left - dx / this.scaleX, this.drag.top - dy / this.scaleY);
   }
 
   release(event) {
@@ -150,7 +164,8 @@ export class Icicle {
   }
 
   hover(i, event) {
-    if (i !== this.hovered) (this.hovered = i), this.redraw();
+    if (i !== this.hovered) this.redraw();
+    this.hovered = i;
     this.onHover(i, event);
   }
 
@@ -175,14 +190,22 @@ export class Icicle {
     if (event.ctrlKey || event.metaKey || !(event.key in targets || event.key in actions)) return;
     event.preventDefault();
     if (event.key in actions) actions[event.key]();
-    else if (targets[event.key] >= 0) this.pin(targets[event.key]), this.reveal(targets[event.key]);
+    else if (targets[event.key] >= 0) {
+      this.pin(targets[event.key]);
+      this.reveal(targets[event.key]);
+    }
   }
 
   reveal(i) {
     const { tree, left, top } = this;
     const [right, bottom] = [left + this.width / this.scaleX, top + this.height / this.scaleY];
-    const seen = tree.depth[i] < right && tree.depth[i] + tree.tokens[i] > left && tree.row[i] < bottom && tree.rowEnd[i] > top;
-    if (!seen) this.moveTo(tree.depth[i] - (right - left) / 3, (tree.row[i] + tree.rowEnd[i] - (bottom - top)) / 2);
+    const seen =
+      tree.depth[i] < right &&
+      tree.depth[i] + tree.tokens[i] > left &&
+      tree.row[i] < bottom &&
+      tree.rowEnd[i] > top;
+    if (!seen)
+      this.moveTo(tree.depth[i] - (right - left) / 3, (tree.row[i] + tree.rowEnd[i] - (bottom - top)) / 2);
   }
 
   // Drawing.
@@ -210,7 +233,7 @@ export class Icicle {
     this.boxes = [];
     this.drawn = 0;
     const [right, bottom] = [this.left + width / scaleX, this.top + height / scaleY];
-    for (let i = 0; i < tree.n; ) {
+    for (let i = 0; i < tree.n;) {
       const y0 = Math.round((tree.row[i] - this.top) * scaleY);
       const y1 = Math.round((tree.rowEnd[i] - this.top) * scaleY);
       if (y0 >= y1 || tree.row[i] >= bottom || tree.rowEnd[i] <= this.top || tree.depth[i] >= right) {
@@ -234,9 +257,13 @@ export class Icicle {
     const [gapX, gapY] = [x1 - x0 > 4 ? 1 : 0, y1 - y0 > 4 ? 1 : 0];
     context.fillStyle = this.colours[i];
     context.fillRect(x0, y0, x1 - x0 - gapX, y1 - y0 - gapY);
-    if (isOnPath) (context.fillStyle = "#f2a93b"), context.fillRect(x0, y0, x1 - x0 - gapX, Math.min(3, y1 - y0 - gapY));
+    if (isOnPath) {
+      context.fillStyle = "#f2a93b";
+      context.fillRect(x0, y0, x1 - x0 - gapX, Math.min(3, y1 - y0 - gapY));
+    }
     this.drawn++;
-    if (x1 - Math.max(x0, 0) > 44 && y1 - y0 >= LINE) this.boxes.push([i, Math.max(x0, 0), Math.max(y0, 0), x1, Math.min(y1, this.height)]);
+    const seen = [Math.max(x0, 0), Math.max(y0, 0), x1, Math.min(y1, this.height)];
+    if (x1 - seen[0] > 44 && y1 - y0 >= LINE) this.boxes.push([i, ...seen]);
   }
 
   drawLabels() {
@@ -290,7 +317,7 @@ export class Icicle {
     for (let t = Math.ceil(this.left / step) * step; (t - this.left) * scaleX < this.width; t += step) {
       const x = Math.round((t - this.left) * scaleX);
       context.fillRect(x, RULER - 6, 1, 6);
-      context.fillText(t ? t.toLocaleString("en") : `0 ${this.unit}s`, x + 4, RULER - 10);
+      context.fillText(t ? t.toLocaleString("en") : `0 ${this.unit}`, x + 4, RULER - 10);
     }
   }
 
@@ -301,7 +328,9 @@ export class Icicle {
     const y0 = (tree.row[i] - this.top) * this.scaleY;
     context.strokeStyle = colour;
     context.lineWidth = width;
-    const size = [tree.tokens[i] * this.scaleX, (tree.rowEnd[i] - tree.row[i]) * this.scaleY].map((x) => Math.max(x - 1, 2));
+    const size = [tree.tokens[i] * this.scaleX, (tree.rowEnd[i] - tree.row[i]) * this.scaleY].map((x) =>
+      Math.max(x - 1, 2),
+    );
     context.strokeRect(x0, y0, ...size);
   }
 }
@@ -322,5 +351,8 @@ function wrap(text, letters, room) {
 
 function niceStep(least) {
   const power = 10 ** Math.floor(Math.log10(least));
-  return Math.max(1, [1, 2, 5, 10].map((x) => x * power).find((x) => x >= least));
+  return Math.max(
+    1,
+    [1, 2, 5, 10].map((x) => x * power).find((x) => x >= least),
+  );
 }

@@ -15,7 +15,9 @@ from typing import Any
 from titan_tree.errors import UserError
 
 _FOLDER = Path(__file__).parent
-_MODULES = ("colours.js", "tree.js", "estimators.js", "icicle.js", "page.js")  # imported ones first
+_MODULES = (  # imported ones first
+    *("elements.js", "colours.js", "tree.js", "estimators.js", "icicle.js", "plots.js", "page.js"),
+)
 
 
 def write_page(payload: Mapping[str, Any], path: Path) -> None:

@@ -22,9 +22,12 @@ export class Tree {
     }
     this.rows = leaves;
     for (let i = n - 1; i >= 0; i--) {
-      if (!this.end[i]) (this.end[i] = i + 1), (this.rowEnd[i] = this.row[i] + 1); // a leaf
+      this.end[i] ||= i + 1; // a leaf
+      this.rowEnd[i] ||= this.row[i] + 1;
       const p = this.parent[i];
-      if (p >= 0 && !this.end[p]) (this.end[p] = this.end[i]), (this.rowEnd[p] = this.rowEnd[i]); // its last child
+      if (p < 0) continue;
+      this.end[p] ||= this.end[i]; // its last child comes first here
+      this.rowEnd[p] ||= this.rowEnd[i];
     }
     const known = this.sumUp((sample) => (sample.reward === null ? 0 : 1));
     this.reward = this.sumUp((sample) => sample.reward ?? 0).map((sum, i) => sum / known[i]); // NaN: none known
@@ -56,7 +59,9 @@ export class Tree {
   }
 
   samplesThrough(i) {
-    return this.samples.filter((sample) => sample.segment >= i && sample.segment < this.end[i]);
+    return this.samples.flatMap(({ segment }, number) =>
+      segment >= i && segment < this.end[i] ? [number] : [],
+    );
   }
 
   // The turns of all samples in order, as titan_tree/data/turns.py has them: a state is the segment before a turn, and
@@ -69,7 +74,15 @@ export class Tree {
         const [state, segments] = [this.parent[first], []];
         for (let i = last; i !== state; i = this.parent[i]) segments.push(i);
         const { rollout, weight } = sample;
-        this._turns.push({ sample: number, index, rollout, weight, state, node: state * this.n + last, segments });
+        this._turns.push({
+          sample: number,
+          index,
+          rollout,
+          weight,
+          state,
+          node: state * this.n + last,
+          segments,
+        });
       }),
     );
     return this._turns;
