@@ -54,6 +54,8 @@ def random_group(seed: int) -> Group:
                 paths.append(TokenPath(tokens, loss_mask=mask, weight=rng.choice([1.0, 0.5])))
                 owners.append(rollout)
                 mask = [0] * len(mask)
+                if rng.random() < 0.3:  # the rest of the rollout continues without this answer
+                    tokens, mask = tokens[: -len(answer)], mask[: -len(answer)]
             reply = [rng.randint(7, 8) for _ in range(rng.randint(0, 2))]
             tokens, mask = tokens + reply, mask + [0] * len(reply)
         if not owners or owners[-1] != rollout:
@@ -63,7 +65,9 @@ def random_group(seed: int) -> Group:
     return paths, rewards, owners
 
 
+TWO_ANSWERS = [TokenPath([1, 2, answer], loss_mask=[0, 0, 1]) for answer in (3, 4, 3, 4, 3)]
 GROUPS = [random_group(seed) for seed in range(40)]
+GROUPS.append((TWO_ANSWERS, [1.0, 0.0, 0.8], [0, 0, 1, 1, 2]))  # two rollouts share two turns from one state
 
 
 def star(leaves: int, replies: int) -> dict[str, Any]:
@@ -365,6 +369,24 @@ def test_overlays_mark_partitions_and_ranks(page: Any) -> None:
     page.mouse.move(0, 0)
 
 
+def cancelled(group: int) -> list[float]:
+    """Returns what each branch point cancels under the estimator "mean", most first."""
+    paths, rewards, owners = GROUPS[group]
+    data = full_payload()["trees"][group]
+    net = np.zeros(len(data["tokens"]) + 1)  # below each segment; the last one stands above the roots
+    for path, owner, sample in zip(paths, owners, data["samples"], strict=True):
+        for first, last in sample["turns"]:
+            turn = path_to(data, last)
+            for i in turn[: turn.index(first) + 1]:
+                value = (rewards[owner] - np.mean(rewards)) * path.weight * data["tokens"][i]
+                net[[*path_to(data, i), -1]] += value
+    branches: dict[int, list[float]] = {}
+    for i, parent in enumerate(data["parent"]):
+        branches.setdefault(parent, []).append(net[i])
+    lost = [float(np.abs(nets).sum() - abs(np.sum(nets))) for nets in branches.values()]
+    return sorted((x for x in lost if x > 1e-9), reverse=True)
+
+
 def test_lists_sort_and_jump_to_their_places(page: Any) -> None:
     show(page, BRANCHING, "net", "mean")
     data = full_payload()["trees"][BRANCHING]
@@ -377,23 +399,23 @@ def test_lists_sort_and_jump_to_their_places(page: Any) -> None:
     place = page.evaluate("xray.icicle.pinned")
     assert data["reason"][place] == 0
     assert "other text" in page.locator("#panel").inner_text()
-    lost = page.evaluate("[...document.querySelectorAll('#cancellations .place')].map((x) => x.innerText)")
-    assert lost
-    assert "cancels" in lost[0]
+    lost = page.locator("#cancellations .number:nth-child(2)").all_inner_texts()
+    assert [float(text.split()[1]) for text in lost] == pytest.approx(cancelled(BRANCHING), rel=0.01)
     page.locator("#overview .bar.link").first.click()
     assert page.evaluate("xray.icicle.pinned") > place
 
 
 def test_the_switch_hides_all_text(page: Any) -> None:
     data = full_payload()["trees"][BRANCHING]
-    texts = {text for text in data["text"] if len(text) > 6} | {"a question", "an answer"}
+    longest = max(range(len(data["text"])), key=lambda i: len(data["text"][i]))
+    texts = {data["text"][longest], "a question", "an answer"}
     show(page, BRANCHING)
-    page.evaluate("xray.icicle.pin(1)")
+    page.evaluate("segment => xray.icicle.pin(segment)", longest)
     page.locator("details summary").first.click()
-    assert any(text in page.inner_text("body") for text in texts)
+    assert all(text in page.inner_text("body") for text in texts)
     page.locator("#hide-text").check()
     page.locator("details summary").first.click()
-    page.mouse.move(*middle(page, 1))
+    page.mouse.move(*middle(page, longest))
     assert not any(text in page.inner_text("body") for text in texts)
     assert page.locator("mark").first.inner_text() == "·" * len("an answer")
     page.locator("#hide-text").uncheck()
