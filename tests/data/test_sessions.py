@@ -86,9 +86,11 @@ def test_a_codex_session(tmp_path, caplog):
                 *("assistant:  !c2", "tool: two", "assistant: done"),
             ],
         ),
-        (None, ["system: Be brief.", "user: You looked.", "user: more", "assistant: ok"]),
+        (None, ["system: Be brief.", "user: You looked.", "user: and again", "assistant: again"]),
+        (None, ["system: Be brief.", "user: kept", "user: more", "assistant: ok"]),
     ]
-    assert skipped == {"event_msg": 2, "session_meta": 1, "turn_context": 1, "item web_search_call": 1}
+    items = {"item web_search_call": 1, "item compaction": 1}
+    assert skipped == {"event_msg": 2, "session_meta": 1, "turn_context": 1, **items}
     assert "some reasoning items have no text" in caplog.text
 
 

@@ -76,7 +76,8 @@ def codex_message(role: str, value: str) -> Row:
     return codex_line("response_item", type="message", role=role, content=[{"type": kind, "text": value}])
 
 
-# Calls of two kinds, items and events that are left out, and a compaction.
+CODEX_SUMMARY = {"type": "compaction", "encrypted_content": "x"}
+# Calls of two kinds, items and events that are left out, and two compactions.
 CODEX = [
     codex_line("session_meta", id="c1", instructions=None, base_instructions={"text": "Be brief."}),
     codex_line("turn_context", model="m"),
@@ -91,6 +92,9 @@ CODEX = [
     codex_line("response_item", type="web_search_call", id="w"),
     codex_message("assistant", "done"),
     codex_line("compacted", message="You looked."),
+    codex_message("user", "and again"),
+    codex_message("assistant", "again"),
+    codex_line("compacted", replacement_history=[{"role": "user", "content": "kept"}, CODEX_SUMMARY]),
     codex_message("user", "more"),
     codex_message("assistant", "ok"),
 ]

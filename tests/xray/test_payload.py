@@ -78,7 +78,7 @@ def test_calls_are_counted_as_if_each_had_its_context_alone(sessions):
     payload = payload_of(*sessions)
     expected = oracle(sessions)
     assert {name: payload["totals"][name] for name in expected} == expected
-    assert expected["calls"] == 6 + 4 + 4 + 3
+    assert expected["calls"] == 6 + 5 + 4 + 3
 
 
 def test_columns_add_up_to_the_totals(sessions, tmp_path):
@@ -176,10 +176,10 @@ def test_the_command_prints_three_sentences_and_writes_a_page(sessions, tmp_path
     assert main(["xray", sessions[0], "-o", str(page)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == [
-        "6 model calls of 1 group hold 208 distinct bytes: 2.0 times less to compute than every call as a "
+        "Token trees compute 208 bytes for 6 model calls in 1 group: 2.0 times less than every call as a "
         "sample of its own (422), and 1.4 times less than one row per leaf path (289).",
-        "Of what the calls repeat, 0% is the system prompt, 0% tool schemas, and 100% history (earlier "
-        "answers 59%, results of tools 16%, earlier thoughts 15%, messages of the user 10%).",
+        "What the calls repeat is history: earlier answers 59%, results of tools 16%, earlier thoughts 15%, "
+        "messages of the user 10%. The files leave out what comes before it.",
         "Branches diverge at 2 points, and hold 98 bytes from there on: another conversation from its first "
         "message on (1), another message of the user (1).",
     ]

@@ -18,11 +18,19 @@ from titan_tree.data.readers import AUTO, OpenFile, open_binary
 from titan_tree.errors import printable
 from titan_tree.registry import READERS
 
+FILES = 'a file, a glob pattern, or "demo" for the bundled sample'
 
-def add_data_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the files, their format, and how conversations become samples."""
+
+def add_data_arguments(parser: argparse.ArgumentParser, files: str = FILES, metavar: str = "FILE") -> None:
+    """Declares the files, their format, and how conversations become samples.
+
+    Args:
+        parser: gets the arguments.
+        files: what the files may be, for the help.
+        metavar: what the help calls a file.
+    """
     add = parser.add_argument
-    add("files", nargs="+", metavar="FILE", help='a file, a glob pattern, or "demo" for the bundled sample')
+    add("files", nargs="+", metavar=metavar, help=files)
     add(
         "--format",
         default=AUTO,

@@ -19,7 +19,7 @@ import os
 import sys
 from pathlib import Path
 
-from titan_tree.cli.data_arguments import add_data_arguments, data_config, progress_bar
+from titan_tree.cli.data_arguments import FILES, add_data_arguments, data_config, progress_bar
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.readers import DEMO
 from titan_tree.data.sample_reader import SampleReader
@@ -34,7 +34,7 @@ from titan_tree.xray.sources import Sources
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command line of ``titan-tree xray``."""
     add = parser.add_argument
-    add_data_arguments(parser)
+    add_data_arguments(parser, files=f"{FILES}, a folder to search, or the folder of a run", metavar="PATH")
     add("-o", "--out", default="xray.html", metavar="FILE", help="the page to write (default: xray.html)")
     add("--json", action="store_true", help="print the numbers of the page as JSON, and write no page")
     add("--no-text", action="store_true", help="leave out all texts, so that the numbers can be shared")

@@ -109,7 +109,7 @@ class Xray:
             "version": VERSION,
             "name": self._name,
             "tokenizer": "bytes" if self._renderer.has_bytes else "tokens",
-            "sentences": sentences(self._totals, repeats, reasons, unit),
+            "sentences": sentences(self._totals, repeats, reasons, unit, bool(self._hidden)),
             "notes": self._notes(),
             "totals": dict(self._totals),
             "kinds": list(KINDS),

@@ -21,7 +21,11 @@ MOST_REASONS = 4
 
 
 def sentences(
-    totals: Mapping[str, int], repeats: Sequence[int], reasons: Sequence[tuple[str, int, int]], unit: str
+    totals: Mapping[str, int],
+    repeats: Sequence[int],
+    reasons: Sequence[tuple[str, int, int]],
+    unit: str,
+    lacks_prompts: bool = False,
 ) -> list[str]:
     """Returns how many times less a tree computes, what repeats, and why branches diverge.
 
@@ -30,13 +34,14 @@ def sentences(
         repeats: tokens that are computed again, per kind.
         reasons: (reason, branch points, tokens of the branches), most frequent first.
         unit: what is counted, "tokens" or "bytes".
+        lacks_prompts: whether the files are sessions, which leave out system prompts and tool schemas.
     """
     n_tree = totals["n_tree"]
     calls = (
-        f"{count(totals['calls'], 'model call')} of {count(totals['groups'], 'group')} hold {n_tree:,} "
-        f"distinct {unit}: {ratio(totals['n_calls'], n_tree)} less to compute than every call as a sample of "
-        f"its own ({totals['n_calls']:,}), and {ratio(totals['n_leaf'], n_tree)} less than one row per leaf "
-        f"path ({totals['n_leaf']:,})."
+        f"Token trees compute {n_tree:,} {unit} for {count(totals['calls'], 'model call')} in "
+        f"{count(totals['groups'], 'group')}: {ratio(totals['n_calls'], n_tree)} less than every call as a "
+        f"sample of its own ({totals['n_calls']:,}), and {ratio(totals['n_leaf'], n_tree)} less than one row "
+        f"per leaf path ({totals['n_leaf']:,})."
     )
     total = sum(repeats)
     if not total:
@@ -45,6 +50,9 @@ def sentences(
     history = ", ".join(
         f"{REPEATED[kind]} {shares[kind]:.0%}" for kind in sorted(HISTORY, key=lambda kind: -shares[kind])
     )
+    if lacks_prompts and not shares["system"] + shares["tools"]:
+        repeated = f"What the calls repeat is history: {history}. The files leave out what comes before it."
+        return [calls, repeated, _reasons(reasons, unit)]
     repeated = (
         f"Of what the calls repeat, {shares['system']:.0%} is the system prompt, {shares['tools']:.0%} tool "
         f"schemas, and {sum(shares[kind] for kind in HISTORY):.0%} history ({history})"

@@ -94,7 +94,7 @@ class CodexReader(SessionReader):
 
 def _item(payload: Item, source: Source) -> Item | None:
     """Returns an item in the form of the Responses API, or None for one that is not text."""
-    kind = payload.get("type")
+    kind = payload.get("type") or ("message" if "role" in payload else None)
     if kind == "local_shell_call":
         arguments = json.dumps(payload.get("action"), ensure_ascii=False)
         identifier = payload.get("call_id") or payload.get("id")
