@@ -212,7 +212,8 @@ def assert_equal(stock: Run, tree: Run) -> None:
     """
     tolerance = 1e-5 if len(stock.logs) >= 10 else 2e-5
     assert stock.rows == tree.rows
-    assert tree.losses == pytest.approx(stock.losses, rel=1e-5, abs=2e-6)
+    # The terms of a micro-batch's loss are about 1 and may cancel.
+    assert tree.losses == pytest.approx(stock.losses, rel=1e-5, abs=5e-6)
     for one, other in zip(stock.logs, tree.logs, strict=True):
         mine = {name: other[name] for name in one}
         assert mine == pytest.approx(one, rel=1e-4, abs=1e-5, nan_ok=True)
