@@ -33,15 +33,19 @@ PATHS = [  # after the trunk, the first path parts from the others, and the seco
 ]
 
 
+SMALL = [[3, 4, 5], [3, 4, 6]]  # a smaller tree, which comes first in the file and last in the micro-batch
+
+
 def configured(tmp_path, **options):
-    """Returns the configuration of a tiny model and three paths of one tree."""
+    """Returns the configuration of a tiny model and two trees of five paths."""
     tmp_path.mkdir(exist_ok=True)
     with (tmp_path / "data.jsonl").open("w") as file:
-        for number, tokens in enumerate(PATHS):
+        for number, tokens in enumerate(SMALL + PATHS):
+            given = 12 if len(tokens) > 12 else 1
             record = {
-                "group_id": "g",
+                "group_id": "g" if len(tokens) > 12 else "small",
                 "tokens": tokens,
-                "loss_mask": [0] * 12 + [1] * (len(tokens) - 13) + [0],
+                "loss_mask": [0] * given + [1] * (len(tokens) - given - 1) + [0],
                 "weight": number + 1.0,
                 "advantage": number - 0.5,
             }
@@ -62,7 +66,7 @@ def test_every_family_passes(family, tmp_path):
     assert [check.name for check in certificate.checks] == [*names, "other branches", "same step again"]
     assert all(check.passed for check in certificate.checks)
     assert 0 < certificate.checks[3].error < 1e-5
-    assert certificate.facts["data"].endswith("data.jsonl: g; 3 paths of 56 tokens, 28 distinct")
+    assert certificate.facts["data"].endswith("data.jsonl: g, small; 5 paths of 62 tokens, 32 distinct")
     assert certificate.facts["against"].endswith("ForCausalLM of transformers, unmodified, every path alone")
 
 
@@ -209,7 +213,7 @@ def lost_gradients(patch):
 LORA = {"lora__rank": 2}
 PARTITIONS = {"data__max_tokens": 16}
 ATTENTION = "outputs of layers: layers.0 (self_attn), largest at"
-PARENT = "log-probs: largest at token 16 of path g/2, the first after a branch: error "
+PARENT = "log-probs: largest at token 16 of path g/4, the first after a branch: error "
 DELTANET = "outputs of layers: layers.0 (linear_attn), largest at"
 FAULTS = [  # how it is planted, the family, options, what the verdict says
     (
@@ -272,12 +276,13 @@ def test_a_planted_fault_fails_and_is_named(plant, family, options, named, tmp_p
 def test_a_leak_is_found_without_a_reference(tmp_path, monkeypatch):
     layout_fault(visible_sibling)(monkeypatch)
     with opened(configured(tmp_path, model__name="qwen3"), 1000) as subject:
-        check = leaks(subject.tree_step, subject.micro_batches())
+        check = leaks(subject.tree_step, subject.micro_batches)
     assert check.passed is False
     assert check.error > 1e-4
-    assert check.found == "layers.0, path g/1: other tokens there change the output"
+    assert check.found == "layers.0, path small/2: other tokens there change the output"
 
 
+@pytest.mark.slow
 def test_the_command_writes_json_and_a_page_and_its_status_says_whether_all_checks_passed(
     tmp_path, monkeypatch, capsys
 ):

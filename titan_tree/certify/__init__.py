@@ -19,14 +19,13 @@ import torch
 from titan_tree.certify.checks import Check, compare, leaks, repeats
 from titan_tree.certify.numbers import Numbers, score, train_step
 from titan_tree.certify.reference import OwnReference, Reference, TransformersReference, snapshot
+from titan_tree.certify.sampler import compare_sampler
 from titan_tree.certify.subject import Subject, opened
 from titan_tree.checkpoint.export import gathered_weights
 from titan_tree.components.lora import is_factor
 from titan_tree.config import Config
-from titan_tree.distributed.collectives import call_on_rank_0, rank, world_size
+from titan_tree.distributed.collectives import call_on_rank_0, world_size
 from titan_tree.errors import UserError
-
-MAX_TOKENS = 4096  # of all paths together
 
 
 @dataclasses.dataclass
@@ -44,7 +43,7 @@ class Certificate:
     checks: list[Check]
 
 
-def certify(config: Config, max_tokens: int = MAX_TOKENS) -> Certificate:
+def certify(config: Config, max_tokens: int = 4096) -> Certificate:
     """Certifies the first step of a configuration of training or of reinforcement learning. Collective.
 
     Args:
@@ -54,7 +53,7 @@ def certify(config: Config, max_tokens: int = MAX_TOKENS) -> Certificate:
         UserError: see ``opened``.
     """
     with opened(config, max_tokens) as subject:
-        step, micro_batches = subject.tree_step, subject.micro_batches(rank(), world_size())
+        step, micro_batches = subject.tree_step, subject.own_micro_batches()
         on_trees = train_step(step, micro_batches)
         checks = [repeats(on_trees, train_step(step, micro_batches))]
         if world_size() == 1:
@@ -69,6 +68,9 @@ def _certificate(
 ) -> Certificate:
     exact, noisy, against = _alone(subject, weights)
     checks = [*compare(on_trees, exact, noisy, subject), *checks]
+    if on_trees.scores and exact.scores and noisy.scores:
+        sampler = compare_sampler(subject, on_trees.scores, exact.scores, noisy.scores)
+        checks += [sampler] if sampler else []
     failed = next((check for check in checks if check.passed is False), None)
     precision = f"in {subject.config.training.dtype}"
     gradients = next(check for check in checks if check.name == "gradients")

@@ -7,7 +7,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
 import numpy as np
@@ -38,6 +38,7 @@ class Check:
     error: float | None = None  # relative, of the step on trees
     floor: float | None = None  # of every path alone in the dtype of training
     limit: float | None = None
+    tokens: list[dict[str, object]] = field(default_factory=list)  # those that differ, see sampler.py
 
 
 def compare(trees: Numbers, exact: Numbers, noisy: Numbers, subject: Subject) -> list[Check]:

@@ -17,6 +17,7 @@ from titan_tree.components.tree_loss import COUNT_ONCE
 from titan_tree.config import Config, MetricsConfig, RouterLossConfig
 from titan_tree.config.rl import RLRunConfig, WarmStartConfig
 from titan_tree.data.packing import MicroBatches, pack
+from titan_tree.distributed.collectives import rank, world_size
 from titan_tree.distributed.mesh import OneRank, init_distributed
 from titan_tree.distributed.parallelize import weight_shards
 from titan_tree.engine.tree_step import TreeStep
@@ -37,23 +38,29 @@ class Subject:
 
     Attributes:
         config: the configuration, without router losses and replayed experts.
-        trees: those that fit, the same on all ranks.
+        micro_batches: those of the trees that fit, the same on all ranks.
         source: where their paths come from.
     """
 
     config: Config
     tree_step: TreeStep
-    trees: list[TokenTree]
+    micro_batches: MicroBatches
     source: str
+
+    @property
+    def trees(self) -> list[TokenTree]:
+        return list(chain.from_iterable(self.micro_batches))
 
     @property
     def paths(self) -> list[TokenPath]:
         return [path for tree in self.trees for path in tree.paths]
 
-    def micro_batches(self, rank: int = 0, num_ranks: int = 1) -> MicroBatches:
-        """Returns the micro-batches of the trees of one rank."""
+    def own_micro_batches(self) -> MicroBatches:
+        """Returns this rank's part of the step."""
+        if world_size() == 1:
+            return self.micro_batches
         shared = self.config.parallel.sequence_parallel  # ranks with the same trees
-        own = self.trees[rank // shared :: max(num_ranks // shared, 1)]
+        own = self.trees[rank() // shared :: world_size() // shared]
         return pack(own, self.config.data.max_tokens)
 
 
@@ -79,7 +86,8 @@ def opened(config: Config, max_tokens: int) -> Iterator[Subject]:
     with make as subject:
         _draw_updates(subject)
         loss = subject.tree_step.loss
-        subject.trees = _first(subject.trees, max_tokens, whole=loss.spec.compares_paths)
+        trees = _first(subject.trees, max_tokens, whole=loss.spec.compares_paths)
+        subject.micro_batches = pack(trees, config.data.max_tokens)
         _draw_advantages(subject)
         if loss.reduction in COUNT_ONCE:
             for tree in subject.trees:
@@ -94,11 +102,9 @@ def _of_files(config: Config) -> Iterator[Subject]:
         loss = build_loss(config.loss)
         model = build_parallel_model(config.model, config.training, config.parallel, mesh, config.lora)
         reader = build_reader(config.data, build_tokenizer(config.data, config.model.hf_path), model)
-        (trees,) = build_dataset(reader, config, 1, OneRank()).steps(1)
+        (micro_batches,) = build_dataset(reader, config, 1, OneRank()).steps(1)
         source = ", ".join(map(str, config.data.files))
-        yield Subject(
-            config, build_tree_step(config, model, loss, device), list(chain.from_iterable(trees)), source
-        )
+        yield Subject(config, build_tree_step(config, model, loss, device), micro_batches, source)
     finally:
         dist.destroy_process_group()
 
@@ -123,7 +129,7 @@ def _of_rollouts(config: RLRunConfig) -> Iterator[Subject]:
             trees = [TokenTree.from_paths(paths) for paths in trainer.paths(1)]
             trainer.add_logprobs(trees)
             source = f"rollouts of {config.rl.environment}, sampled by {type(trainer.sampler).__name__}"
-            yield Subject(config, trainer.tree_step, trees, source)
+            yield Subject(config, trainer.tree_step, [trees], source)
         finally:
             trainer.close()
 

@@ -2,7 +2,7 @@
 
 titan-tree certify train_configs/demo.toml
 titan-tree certify run.toml training.dtype=float32 --page certificate.html
-torchrun --nproc-per-node 2 -m titan_tree.cli certify run.toml --json certificate.json
+titan-tree certify run.toml --nproc 2 --json certificate.json
 
 The first step runs on trees, and path by path through the unmodified model of transformers. Errors are set
 against the noise of rounding. The exit status is 0 if all checks pass, 1 if one fails, and 2 for wrong input.
@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+
+from titan_tree.cli.train import add_run_arguments
+from titan_tree.errors import UserError
+
+MAX_TOKENS = 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command line of ``titan-tree certify``."""
+    add_run_arguments(parser)
     add = parser.add_argument
-    add("config", metavar="CONFIG", help="the configuration of titan-tree train or of titan-tree rl")
-    add("overrides", nargs="*", metavar="key=value", help="override a key of the configuration")
-    add(
-        "--tokens",
-        type=int,
-        metavar="N",
-        default=4096,
-        help="compare the first paths, of N tokens together (default: 4096)",
-    )
+    of_all = f"compare the first paths, up to N tokens together (default: {MAX_TOKENS:,})"
+    add("--tokens", type=int, metavar="N", default=MAX_TOKENS, help=of_all)
     add("--json", metavar="FILE", help="also write the certificate as JSON")
     add("--page", metavar="FILE", help="also write it as one HTML page")
 
@@ -34,7 +34,11 @@ def run(args: argparse.Namespace) -> int:
     """Runs ``titan-tree certify``. Returns 1 if a check failed, else 0."""
     from titan_tree.config.toml import load_any
 
+    if args.tokens < 1:
+        raise UserError(f"--tokens: expected a positive number, got {args.tokens}")
     config = load_any(args.config, args.overrides)
+    if args.nproc > 1:
+        os.execv(sys.executable, command(args))
     # These import torch, which --help does not need.
     from titan_tree.certify import certify, report
 
@@ -46,3 +50,11 @@ def run(args: argparse.Namespace) -> int:
         if args.page:
             report.write_page(certificate, args.page)
     return int(not certificate.passed)
+
+
+def command(args: argparse.Namespace) -> list[str]:
+    """Returns the command that runs the same in several processes, which torchrun starts."""
+    torchrun = "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.nproc)
+    files = [f"--{name}={file}" for name in ("json", "page") if (file := getattr(args, name))]
+    verb = "titan_tree.cli", "certify", args.config, *args.overrides, f"--tokens={args.tokens}", *files
+    return [sys.executable, "-m", *torchrun, "-m", *verb]
