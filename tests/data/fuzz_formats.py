@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.support import formats
 from tests.support.datasets import sample_reader
 from tests.support.formats import TOKEN_ROWS, Task, write_lines
-from tests.support.sessions import CLAUDE, CODEX, OPENHANDS, PI
+from tests.support.sessions import CLAUDE, CODEX, OPENHANDS, OPENHANDS_NEWER, PI
 from tests.support.traces import GYM, LIGHTNING, TRACE, episode
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.errors import UserError
@@ -81,7 +81,7 @@ def original_rows(folder: Path) -> dict[str, list[Any]]:
         "tau_bench": [formats.tau_bench(tasks)[:1]],
         "tau2_bench": [formats.tau2_bench(tasks)],
         **{name: [lines] for name, lines in SESSIONS.items()},
-        "openhands": [{"history": OPENHANDS}],
+        "openhands": [{"history": OPENHANDS}, {"history": OPENHANDS_NEWER}],
         "swe_agent": [formats.swe_agent(tasks[0]["trajectories"][0])],
     }
 

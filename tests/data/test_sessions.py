@@ -11,6 +11,7 @@ from tests.support.sessions import (
     CLAUDE,
     CODEX,
     OPENHANDS,
+    OPENHANDS_NEWER,
     OPENHANDS_TOOL,
     PI,
     SUMMARY,
@@ -137,6 +138,24 @@ def test_an_openhands_session_is_a_file_or_a_folder(tmp_path):
         ((_, record),) = read_records(str(file))
         assert record["id"] == "f"
         assert record["tools"] == [OPENHANDS_TOOL]
+
+
+def test_newer_events_of_openhands(tmp_path):
+    folder = tmp_path / "f" / "events"
+    folder.mkdir(parents=True)
+    for number, event in enumerate(OPENHANDS_NEWER):
+        (folder / f"event-{number:05}-{event['id']}.json").write_text(json.dumps(event))
+    for file in (folder, write_lines(tmp_path / "f.jsonl", [{"history": OPENHANDS_NEWER}])):
+        trajectories, skipped = read(file)
+        assert trajectories == [
+            (None, ["system: Be brief.", "user: look", "assistant: go !t1 !t2"]),
+            (None, ["system: Be brief.", "user: look", "user: Ran it.", "assistant: done"]),
+        ]
+        assert skipped == {
+            "ConversationStateUpdateEvent": 1,
+            "tool schemas in another form": 1,
+            "message without an answer": 2,
+        }
 
 
 def test_the_order_of_lines_does_not_matter(tmp_path):

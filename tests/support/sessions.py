@@ -157,3 +157,41 @@ OPENHANDS = [
     ),
     openhands_action(10, "message", content="done"),
 ]
+
+
+def openhands_event(name: str, kind: str, source: str = "agent", **fields: Any) -> Row:
+    return {"id": name, "kind": kind, "source": source} | fields
+
+
+def openhands_newer_action(name: str, identifier: str, response: str, thought: str = "") -> Row:
+    made = {"id": identifier, "name": "run", "arguments": "{}", "origin": "completion"}
+    fields = {"tool_name": "run", "tool_call_id": identifier, "tool_call": made, "llm_response_id": response}
+    return openhands_event(
+        name, "ActionEvent", thought=[text(thought)], action={"kind": "RunAction"}, **fields
+    )
+
+
+def openhands_newer_result(name: str, identifier: str, value: str) -> Row:
+    fields = {"tool_name": "run", "tool_call_id": identifier}
+    observation = {"content": [text(value)], "is_error": False, "kind": "RunObservation"}
+    return openhands_event(name, "ObservationEvent", "environment", observation=observation, **fields)
+
+
+# Events of version 1: an answer with two calls, and a condensation.
+OPENHANDS_NEWER = [
+    openhands_event("e0", "SystemPromptEvent", system_prompt=text("Be brief."), tools=[{"title": "run"}]),
+    openhands_event("e1", "MessageEvent", "user", llm_message={"role": "user", "content": [text("look")]}),
+    openhands_event("e2", "ConversationStateUpdateEvent", "environment", key="x", value="y"),
+    openhands_newer_action("e3", "t1", "m1", "go"),
+    openhands_newer_action("e4", "t2", "m1"),
+    openhands_newer_result("e5", "t1", "one"),
+    openhands_newer_result("e6", "t2", "two"),
+    openhands_event(
+        "e7",
+        "Condensation",
+        forgotten_event_ids=["e3", "e4", "e5", "e6"],
+        summary="Ran it.",
+        summary_offset=2,
+    ),
+    openhands_event("e8", "MessageEvent", llm_message={"role": "assistant", "content": [text("done")]}),
+]

@@ -26,6 +26,7 @@ FIRST_ROWS = 8  # rows that a reader sees when it recognizes a file
 BATCH_ROWS = 64  # rows of Parquet and Arrow files that are converted to Python objects at once
 MAX_LINE_BYTES = 1 << 28  # a longer line would be a damaged file, or one that is meant to fill the memory
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream; pyarrow also stops without it
+EVENT_FILE = re.compile(r"(?:event-)?(\d{1,9})(?:-[^/]*)?\.json", re.ASCII)
 MAX_DEPTH = 200  # brackets that may be open where the beginning of a document ends
 STRINGS_AND_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{},]', re.DOTALL)
 
@@ -179,9 +180,13 @@ def arrow_rows(source: Source, batch_rows: int = BATCH_ROWS) -> Iterator[tuple[P
 
 
 def event_files(folder: str) -> list[str]:
-    """Returns the files 0.json, 1.json, ... of a folder, or of its folder ``events``, in this order."""
+    """Returns the numbered events in a folder, or in its folder ``events``, in order.
+
+    Their names are 0.json, 1.json, ... or event-00000-ID.json, event-00001-ID.json, ...
+    """
     for path in (Path(folder), Path(folder) / "events"):
-        if files := {int(file.stem): str(file) for file in path.glob("*.json") if file.stem.isdecimal()}:
+        found = [(EVENT_FILE.fullmatch(file.name), str(file)) for file in path.glob("*.json")]
+        if files := {int(match[1]): file for match, file in found if match}:
             return [files[number] for number in sorted(files)]
     return []
 

@@ -13,18 +13,28 @@ from titan_tree.data.readers.row_reader import expect
 from titan_tree.data.readers.sessions import Event, as_text, context, session_record, without_media
 from titan_tree.errors import UserError, errors_at
 
+RESULTS = {  # events of version 1 that are the result of a call, and where their text is
+    "ObservationEvent": "observation",
+    "AgentErrorEvent": "error",
+    "UserRejectObservation": "rejection_reason",
+}
+KINDS = ("SystemPromptEvent", "MessageEvent", "ActionEvent", *RESULTS)
+
 
 class OpenHandsReader(Reader):
-    """Reads {"history": [actions and observations]}, one per row, or a folder of such events (0.json, ...).
+    """Reads {"history": [events]}, one per row, or a folder of events: 0.json, or event-00000-ID.json.
 
-    Actions with one ``model_response`` are one answer. An action without it becomes a call of its own name.
-    An observation is the result of the call that ``tool_call_metadata`` or ``cause`` names. The context after
-    a condensation is a root: the events that it keeps, with its summary. Other events are left out.
+    Events of version 0 have an ``action`` or an ``observation``, and those of version 1 a ``kind``. Actions
+    with one ``model_response`` or ``llm_response_id`` are one answer. An action of version 0 without a
+    response becomes a call of its own name. An observation is the result of the call that
+    ``tool_call_id`` or ``cause`` names. The context after a condensation is a root: the events that it keeps,
+    with its summary. Other events are left out.
     """
 
     def recognizes(self, source: Source) -> bool:
         return any(
-            isinstance(event, dict) and ("action" in event or "observation" in event)
+            isinstance(event, dict)
+            and ("action" in event or "observation" in event or event.get("kind") in KINDS)
             for row in first_rows(source)[:1]
             if isinstance(row.get("history"), list)
             for event in _flat(row["history"])[:1]
@@ -61,10 +71,14 @@ class _History:
         self._ids: dict[Event, object] = {}  # of the events of the current context
         self._last: Event | None = None
         self._responses = set[object]()  # of the model, which have been added
+        self._answers: dict[str, Message] = {}  # of version 1, by the ids of responses
         self._calls = set[str]()  # ids of calls that stand for actions without a response
 
     def add(self, event: Record) -> None:
         """Adds what an event says. Raises UserError for a malformed event."""
+        if isinstance(event.get("kind"), str):
+            self._add_newer(event, event["kind"])
+            return
         kind = "action" if "action" in event else "observation"
         name = as_text(event.get(kind))[:40]
         arguments = expect(event.get("args") or {}, dict, "args", "an object")
@@ -82,6 +96,65 @@ class _History:
             self._source.skipped[f"{kind} {name}"] += 1
         elif message:
             self._append(message, event.get("id"))
+
+    def _add_newer(self, event: Record, kind: str) -> None:
+        """Adds an event of version 1."""
+        identifier, name = event.get("tool_call_id"), event.get("tool_name")
+        if kind == "Condensation":
+            self._condense(event)
+        elif kind == "SystemPromptEvent":
+            tools = expect(event.get("tools") or [], list, "tools", "a list")
+            if all(isinstance(tool, dict) and "function" in tool for tool in tools):
+                self.tools = tools or self.tools
+            else:
+                self._source.skipped["tool schemas in another form"] += 1
+            content = self._text(event.get("system_prompt"))
+            self._append({"role": "system", "content": content}, event.get("id"))
+        elif kind == "MessageEvent":
+            said = expect(event.get("llm_message"), dict, "llm_message", "an object with role and content")
+            role = said.get("role") or ("user" if event.get("source") == "user" else "assistant")
+            content = self._text(said.get("content")) + self._text(event.get("extended_content"))
+            self._append({"role": role, "content": content}, event.get("id"))
+        elif kind == "ActionEvent":
+            self._add_call(event)
+        elif kind in RESULTS:
+            content = self._text(event.get(RESULTS[kind]))
+            message: Message = {"role": "tool", "content": content, "tool_call_id": identifier}
+            self._append(message if name is None else {**message, "name": name}, event.get("id"))
+        else:
+            self._source.skipped[kind[:40]] += 1
+
+    def _add_call(self, event: Record) -> None:
+        """Adds the call of an action of version 1, to the answer that has begun with an earlier one."""
+        made = expect(event.get("tool_call") or {}, dict, "tool_call", "an object with name and arguments")
+        made = made | expect(made.get("function") or {}, dict, "tool_call.function", "an object")
+        action = expect(event.get("action") or {}, dict, "action", "an object")
+        arguments = made.get("arguments", {key: action[key] for key in action if key != "kind"})
+        new = call(made.get("name") or event.get("tool_name"), arguments, event.get("tool_call_id"))
+        response = event.get("llm_response_id")
+        answer = self._answers.get(str(response)) if response is not None else None
+        if answer is not None:
+            answer["tool_calls"].append(new)
+            return
+        message: Message = {"role": "assistant", "content": self._text(event.get("thought"))}
+        if thought := self._text(event.get("reasoning_content")):
+            message["reasoning_content"] = thought
+        message["tool_calls"] = [new]
+        self._answers[str(response)] = message
+        self._append(message, event.get("id"))
+
+    def _text(self, value: object) -> str:
+        """Returns a text: a string, {"text": string}, {"content": texts}, or a list of these."""
+        if value is None or isinstance(value, str):
+            return value or ""
+        value = without_media(value, self._source)
+        if isinstance(value, list):
+            return "".join(map(self._text, value))
+        value = expect(value, dict, "text", "a string, or objects with a text")
+        for name in ("text", "content"):
+            if isinstance(part := value.get(name), str | list):
+                return self._text(part)
+        return as_text({name: value[name] for name in value if name != "kind"})
 
     def _append(self, message: Message, name: object) -> None:
         self._last = Event(self._last, [message])
