@@ -17,13 +17,13 @@ PATHS = [TokenPath([1, 2, 3], loss_mask=[0, 1, 1]), TokenPath([1, 2, 4], loss_ma
 
 
 def test_the_file_holds_the_payload_and_loads_nothing(tmp_path: Path) -> None:
-    expected = payload([tree_payload("<b>", PATHS, [1.0, 0.0])], name="</script><img src=x>")
+    expected = payload([tree_payload("<b>", PATHS, [1.0, 0.0])], name="</script><img src=x>\udcff")
     write_page(expected, tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
     packed = re.search(r'id="payload">([A-Za-z0-9+/=]+)</script>', page)
     assert packed
     assert json.loads(gzip.decompress(base64.b64decode(packed[1]))) == expected
-    assert "<title>&lt;/script&gt;&lt;img src=x&gt; · titan-tree xray</title>" in page
+    assert "<title>&lt;/script&gt;&lt;img src=x&gt;? · titan-tree xray</title>" in page
     assert "default-src 'none'" in page
     assert re.findall(r'(?:src|href)="(?!data:)|@import|url\(|^(?:import|export) ', page, re.MULTILINE) == []
     assert page.count("<script") == page.count("</script>") == 3

@@ -31,7 +31,7 @@ def write_page(payload: Mapping[str, Any], path: Path) -> None:
         UserError: the file cannot be written.
     """
     packed = gzip.compress(json.dumps(payload, allow_nan=False, separators=(",", ":")).encode(), mtime=0)
-    page = Template((_FOLDER / "page.html").read_text()).substitute(
+    page = Template(_read("page.html")).substitute(
         title=html.escape(f"{payload['name']} · titan-tree xray"),
         style=_read("vendor/uPlot.min.css") + _read("page.css"),
         library=_read("vendor/uPlot.iife.min.js"),
@@ -39,13 +39,13 @@ def write_page(payload: Mapping[str, Any], path: Path) -> None:
         payload=base64.b64encode(packed).decode(),
     )
     try:
-        path.write_text(page)
+        path.write_text(page, encoding="utf-8", errors="replace")  # names of files may hold other bytes
     except OSError as error:
         raise UserError(f"{path}: the page cannot be written: {error.strerror}; name another file") from None
 
 
 def _read(name: str) -> str:
-    return (_FOLDER / name).read_text()
+    return (_FOLDER / name).read_text(encoding="utf-8")
 
 
 def _module(name: str) -> str:
