@@ -18,7 +18,9 @@ from tests.support.sessions import (
     claude_answer,
     claude_user,
     text,
+    tool_result,
 )
+from titan_tree.cli import main
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.readers import read_records
 from titan_tree.errors import UserError
@@ -75,6 +77,23 @@ def test_a_session_is_trained_once_per_answer(tmp_path):
     assert "two folders" in answers[0]
     assert reader.sizes().samples == len(paths) == 6
     assert sum(reader.skipped.values()) == 6
+
+
+def test_inspect_counts_what_is_left_out(tmp_path, capsys):
+    assert main(["inspect", write_lines(tmp_path / "f.jsonl", CLAUDE)]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out")]
+    assert line == (
+        "left out of sessions: 1 x file-history-snapshot, 1 x progress, 1 x image, 1 x system, 1 x summary, "
+        "1 x message without an answer"
+    )
+
+
+def test_a_result_that_is_given_twice_is_a_fork(tmp_path):
+    again = claude_user("r3", "a2", [tool_result("t1", "other")])
+    more = claude_answer("a8", "r3", "m8", text("so"), "end_turn")
+    trajectories, _ = read(write_lines(tmp_path / "f.jsonl", [*CLAUDE, again, more]))
+    assert (1203, ["user: look", "*assistant:  !t1 !t2", "tool: other", "assistant: so"]) in trajectories
+    assert len(trajectories) == 5
 
 
 def test_a_codex_session(tmp_path, caplog):

@@ -28,13 +28,15 @@ LOGPROB_FIELDS = (*LOGPROBS, *(f"shifted_{name}" for name in LOGPROBS))
 TOKEN_FIELDS = ("loss_mask", *LOGPROB_FIELDS, "routed_experts", "sampling_mask")  # only beside token ids
 PATH_FIELDS = ("weight", "advantage", "temperature", "policy_version")  # of the TokenPaths of any trajectory
 OWN_FIELDS = (  # of trajectories, not of tasks
-    *("id", "group_id", "rollout_id", "reward", "preference", "pair", "finish_reason", "prompt_tokens"),
+    *("id", "group_id", "rollout_id", "reward", "preference", "pair", "finish_reason"),
 )
 CONVERSATION_FIELDS = ("tools", "turns")  # only beside messages
 INHERITED_FIELDS = (*CONVERSATION_FIELDS, *PATH_FIELDS)  # a task passes them on to its trajectories
 
 KNOWN = {  # the fields of each kind of record
-    "a conversation": frozenset({"messages", *OWN_FIELDS, *CONVERSATION_FIELDS, *PATH_FIELDS}),
+    "a conversation": frozenset(
+        {"messages", "prompt_tokens", *OWN_FIELDS, *CONVERSATION_FIELDS, *PATH_FIELDS}
+    ),
     "token ids": frozenset({"tokens", "input_ids", *OWN_FIELDS, *TOKEN_FIELDS, *PATH_FIELDS}),
     "a task": frozenset({"trajectories", "group_id", "id", *INHERITED_FIELDS}),
 }
@@ -73,6 +75,7 @@ _INTEGERS, _NUMBERS = frozenset({int}), frozenset({int, float})
 _TYPES: Mapping[str, frozenset[type]] = {  # Python types of a field's value, or of the items of its list
     "tokens": _INTEGERS,
     "input_ids": _INTEGERS,
+    "prompt_tokens": _INTEGERS,
     "policy_version": _INTEGERS | {type(None)},
     "loss_mask": _NUMBERS,
     "weight": _NUMBERS,

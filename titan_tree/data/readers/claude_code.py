@@ -183,11 +183,15 @@ def _joined_results(
 ) -> list[_Message]:
     """Returns the messages that follow an answer, with the results of different calls in one message."""
     joined: list[_Message] = []
+    group: _Message | None = None  # the results so far, and the ids of their calls
+    known = set[str]()
     for child in children:
-        first = next((m for m in joined if m.results and child.results), None)
-        if first is None or first.results & child.results:
-            joined.append(child)
+        results = child.results
+        if group is not None and results and not results & known:
+            group.blocks = group.blocks + child.blocks
+            following[group] = following[group] + following[child]
         else:
-            first.blocks = first.blocks + child.blocks
-            following[first] = following[first] + following[child]
+            joined.append(child)
+            group = group or (child if results else None)
+        known |= results
     return joined
