@@ -19,7 +19,6 @@ export class Icicle {
       hovered: -1,
       pinned: -1,
     });
-    this.frames = []; // milliseconds of each frame
     new ResizeObserver(() => this.resize()).observe(canvas);
     canvas.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
     canvas.addEventListener("pointerdown", (event) => this.press(event));
@@ -212,9 +211,7 @@ export class Icicle {
   redraw() {
     this.frame ??= requestAnimationFrame(() => {
       this.frame = null;
-      const start = performance.now();
       if (this.tree && this.width > 0) this.draw();
-      this.frames.push(performance.now() - start);
     });
   }
 

@@ -468,8 +468,8 @@ function fillSamples() {
 
 function fillPage() {
   find("name").textContent = payload.name;
-  find("sentences").append(...payload.sentences.map((sentence) => make("p", sentence)));
-  find("sentences").append(...payload.notes.map((note) => make("p.faint", note)));
+  const notes = payload.notes.map((note) => make("p.faint", note));
+  find("sentences").replaceChildren(...payload.sentences.map((sentence) => make("p", sentence)), ...notes);
   state.tree = trees.reduce((best, tree, i) => (tree.n_flat > trees[best].n_flat ? i : best), 0);
   fillOverview();
   fillControls();
