@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import shutil
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.xray.payloads import payload, tree_payload
+from titan_tree.data.advantages import ONCE
 from titan_tree.data.turns import Turns
 from titan_tree.registry import ADVANTAGES
 from titan_tree.tree.paths import TokenPath
@@ -190,6 +192,17 @@ def pixels(page: Any) -> list[str]:
     )
 
 
+def test_the_page_has_every_estimator_with_its_options_and_their_defaults(page: Any) -> None:
+    found = page.evaluate(
+        "Object.fromEntries(Object.keys(xray.ESTIMATORS).map((name) => [name, xray.defaults(name)]))"
+    )
+    assert list(found) == list(ADVANTAGES)
+    for name, options in found.items():
+        expected = list(inspect.signature(ADVANTAGES[name]).parameters.values())[1:]
+        assert options == {option.name: option.default for option in expected} | {"once": name in ONCE}
+    assert {name for name, _ in CHOICES} == set(ADVANTAGES)
+
+
 def test_advantages_equal_those_of_the_trainer(page: Any) -> None:
     """Every estimator and option, on random trees with rollouts of several paths, to 1e-9."""
     found = page.evaluate(
@@ -203,7 +216,7 @@ def test_advantages_equal_those_of_the_trainer(page: Any) -> None:
     for (paths, rewards, owners), results in zip(GROUPS, found, strict=True):
         for (name, options), result in zip(CHOICES, results, strict=True):
             turns = Turns(paths, rewards, owners)
-            once = options.get("once", name == "spo")
+            once = options.get("once", name in ONCE)
             arrays = ADVANTAGES[name](turns, **{k: v for k, v in options.items() if k != "once"})
             counts = turns.counts() if once else [np.ones(len(path)) for path in paths]
             expected = [float((arrays[turn.path] / counts[turn.path])[turn.start]) for turn in turns.turns]

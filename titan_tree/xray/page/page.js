@@ -494,6 +494,8 @@ fillPage();
 window.xray = {
   Tree,
   advantages,
+  defaults,
+  ESTIMATORS,
   payload,
   state,
   icicle,
