@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ import titan_tree.components.lora
 import titan_tree.components.moe as moe
 import titan_tree.models.qwen3_5
 import titan_tree.tree.batch as batches
+from tests.support.cases import for_each
+from tests.support.hf_families import hf_family
 from tests.support.tiny_run import tiny_config
 from titan_tree.certify import certify, reference
 from titan_tree.certify.checks import leaks
@@ -36,8 +40,8 @@ PATHS = [  # after the trunk, the first path parts from the others, and the seco
 SMALL = [[3, 4, 5], [3, 4, 6]]  # a smaller tree, which comes first in the file and last in the micro-batch
 
 
-def configured(tmp_path, **options):
-    """Returns the configuration of a tiny model and two trees of five paths."""
+def configured(tmp_path, fields=lambda record: {}, **options):
+    """Returns the configuration of a tiny model and two trees of five paths, whose records get ``fields``."""
     tmp_path.mkdir(exist_ok=True)
     with (tmp_path / "data.jsonl").open("w") as file:
         for number, tokens in enumerate(SMALL + PATHS):
@@ -49,7 +53,7 @@ def configured(tmp_path, **options):
                 "weight": number + 1.0,
                 "advantage": number - 0.5,
             }
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(record | fields(record)) + "\n")
     if "5" in options["model__name"] or "next" in options["model__name"]:
         options |= {"model__overrides__full_attention_interval": 2}
     return tiny_config(tmp_path, **{"loss__name": "reinforce"} | options)
@@ -67,7 +71,9 @@ def test_every_family_passes(family, tmp_path):
     assert all(check.passed for check in certificate.checks)
     assert 0 < certificate.checks[3].error < 1e-5
     assert certificate.facts["data"].endswith("data.jsonl: g, small; 5 paths of 62 tokens, 32 distinct")
-    assert certificate.facts["against"].endswith("ForCausalLM of transformers, unmodified, every path alone")
+    assert certificate.verdict.startswith(
+        f"PASSED: trees equal every path alone through {certificate.facts['against']}, in float32"
+    )
 
 
 def layout_fault(change):
@@ -212,6 +218,7 @@ def lost_gradients(patch):
 
 LORA = {"lora__rank": 2}
 PARTITIONS = {"data__max_tokens": 16}
+KTO = {"loss__name": "kto", "loss__reduction": "path_token_mean", "loss__options__reference_point": 0.1}
 ATTENTION = "outputs of layers: layers.0 (self_attn), largest at"
 PARENT = "log-probs: largest at token 16 of path g/4, the first after a branch: error "
 DELTANET = "outputs of layers: layers.0 (linear_attn), largest at"
@@ -291,7 +298,7 @@ def test_the_command_writes_json_and_a_page_and_its_status_says_whether_all_chec
     arguments = ["certify", str(tmp_path / "run.toml"), "--json", str(tmp_path / "c.json")]
     assert main([*arguments, "--page", str(tmp_path / "c.html"), "data.max_tokens=16"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("PASSED: training on trees equals training path by path in bfloat16; gradients ")
+    assert out.startswith("PASSED: trees equal every path alone through the unmodified Qwen3ForCausalLM of ")
     written = json.loads((tmp_path / "c.json").read_text())
     assert written["passed"]
     assert written["checks"][3]["floor"] > 1e-3
@@ -309,6 +316,43 @@ def test_float8_is_refused(tmp_path):
         certify(configured(tmp_path, model__name="qwen3", training__float8="tensorwise"))
 
 
+def with_logprobs(record):
+    """Returns log-probs of another policy for the tokens that the loss counts."""
+    pairs = zip(record["tokens"], record["loss_mask"], strict=True)
+    old = [-4 + token / 100 if mask else None for token, mask in pairs]
+    return {"old_logprobs": old, "ref_logprobs": [value and value / 2 for value in old]}
+
+
+def truncated(record):
+    """Returns a temperature and sampling masks of ids 0 to 39 and the token itself."""
+    kept = [sorted({*range(40), token}) for token in record["tokens"]]
+    masks = [ids if mask else [] for ids, mask in zip(kept, record["loss_mask"], strict=True)]
+    return {"temperature": 0.5 + record["weight"] / 4, "sampling_mask": masks}
+
+
+def preferred(record):
+    return {"preference": "desirable" if record["advantage"] > 1 else "undesirable"} | with_logprobs(record)
+
+
+@pytest.mark.exhaustive
+@for_each(
+    "fields, options",
+    [
+        (truncated, {}),
+        (with_logprobs, {"loss__name": "grpo", "loss__kl__coefficient": 0.1, "loss__entropy": 0.01}),
+        (with_logprobs, {"loss__name": "gspo", **PARTITIONS}),
+        (preferred, KTO),
+        (truncated, {"loss__reduction": "first_path_token_mean", "loss__whiten": "true"}),
+        (truncated, {"loss__name": "sft", "loss__reduction": "distinct_token_mean"}),
+        (truncated, {"partition__strategy": "single_path", "data__max_tokens": 20}),
+        (truncated, {"data__layout": "flat", "training__activation_checkpoint": "full", **LORA}),
+    ],
+)
+def test_losses_and_fields_of_paths_pass(fields, options, tmp_path):
+    certificate = certify(configured(tmp_path, fields, model__name="qwen3", **options))
+    assert certificate.passed, text(certificate)
+
+
 @pytest.mark.exhaustive
 def test_without_transformers_the_reference_is_our_model_path_by_path(tmp_path, monkeypatch):
     def missing():
@@ -317,8 +361,31 @@ def test_without_transformers_the_reference_is_our_model_path_by_path(tmp_path, 
     monkeypatch.setattr(reference, "import_transformers", missing)
     certificate = certify(configured(tmp_path, model__name="qwen3_moe", **LORA))
     assert certificate.passed, text(certificate)
-    against = "titan_tree's own model, every path alone (transformers is not installed)"
-    assert certificate.facts["against"] == against
+    own = "titan_tree's own model (transformers is not installed)"
+    assert certificate.verdict.startswith(f"PASSED: trees equal every path alone through {own}, in float32; ")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen3_5_text"])
+def test_snapshots_pass_with_layers_of_either_library(family, dtype, tmp_path):
+    hf_family(family).save_pretrained(tmp_path / "hf")
+    snapshot = {"model__flavor": "null", "model__overrides": "{}", "model__hf_path": tmp_path / "hf"}
+    certificate = certify(configured(tmp_path, model__name="qwen3", training__dtype=dtype, **snapshot))
+    assert certificate.passed, text(certificate)
+
+
+@pytest.mark.exhaustive
+def test_two_ranks_equal_every_path_alone(tmp_path):
+    (tmp_path / "run.toml").write_text(dump_config(configured(tmp_path, model__name="qwen3_moe", **LORA)))
+    files = ["--nproc", "2", "--json", str(tmp_path / "c.json"), "parallel.expert_parallel=2"]
+    command = [sys.executable, "-m", "titan_tree.cli", "certify", str(tmp_path / "run.toml"), *files]
+    subprocess.run(command, check=True, timeout=300)
+    written = json.loads((tmp_path / "c.json").read_text())
+    assert written["facts"]["step"] == "loss reinforce, float32, cpu, 2 ranks"
+    names = ["loss", "gradients", "gradient of one parameter", "same step again"]
+    assert [check["name"] for check in written["checks"]] == names
+    assert 0 < written["checks"][1]["error"] < 1e-5
 
 
 @pytest.mark.exhaustive

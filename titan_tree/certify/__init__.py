@@ -11,10 +11,13 @@ report.py      the text, the JSON and the page of a certificate
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from tempfile import TemporaryDirectory
 
 import torch
+from torch import Tensor
 
 from titan_tree.certify.checks import Check, compare, leaks, repeats
 from titan_tree.certify.numbers import Numbers, score, train_step
@@ -22,7 +25,6 @@ from titan_tree.certify.reference import OwnReference, Reference, TransformersRe
 from titan_tree.certify.sampler import compare_sampler
 from titan_tree.certify.subject import Subject, opened
 from titan_tree.checkpoint.export import gathered_weights
-from titan_tree.components.lora import is_factor
 from titan_tree.config import Config
 from titan_tree.distributed.collectives import call_on_rank_0, world_size
 from titan_tree.errors import UserError
@@ -50,9 +52,9 @@ def certify(config: Config, max_tokens: int = 4096) -> Certificate:
         max_tokens: maximum sum of the lengths of the paths that are compared.
 
     Raises:
-        UserError: see ``opened``.
+        UserError: see ``opened``; or the GPU is out of memory.
     """
-    with opened(config, max_tokens) as subject:
+    with opened(config, max_tokens) as subject, _out_of_memory_as_user_error():
         step, micro_batches = subject.tree_step, subject.own_micro_batches()
         on_trees = train_step(step, micro_batches)
         checks = [repeats(on_trees, train_step(step, micro_batches))]
@@ -64,54 +66,64 @@ def certify(config: Config, max_tokens: int = 4096) -> Certificate:
 
 
 def _certificate(
-    subject: Subject, on_trees: Numbers, checks: Sequence[Check], weights: dict[str, torch.Tensor]
+    subject: Subject, on_trees: Numbers, checks: Sequence[Check], weights: dict[str, Tensor]
 ) -> Certificate:
-    exact, noisy, against = _alone(subject, weights)
+    step, precision = subject.tree_step, f"in {subject.config.training.dtype}"
+    if world_size() == 1:  # the reference needs the memory
+        step.model.to("cpu")
+    exact, noisy, reference = _alone(subject, weights)
+    if world_size() == 1:
+        step.model.to(step.device)
     checks = [*compare(on_trees, exact, noisy, subject), *checks]
     if on_trees.scores and exact.scores and noisy.scores:
         sampler = compare_sampler(subject, on_trees.scores, exact.scores, noisy.scores)
         checks += [sampler] if sampler else []
     failed = next((check for check in checks if check.passed is False), None)
-    precision = f"in {subject.config.training.dtype}"
-    gradients = next(check for check in checks if check.name == "gradients")
+    verdict = f"FAILED {precision}: {failed.name}: {failed.found}" if failed else ""
     if failed is None:
+        gradients = next(check for check in checks if check.name == "gradients")
         verdict = (
-            f"PASSED: training on trees equals training path by path {precision}; gradients differ by "
+            f"PASSED: trees equal every path alone through {reference}, {precision}; gradients differ by "
             f"{gradients.error:.1e}, noise floor {gradients.floor:.1e}"
         )
-    else:
-        verdict = f"FAILED {precision}: {failed.name}: {failed.found}"
-    return Certificate(failed is None, verdict, _facts(subject) | {"against": against}, checks)
+    return Certificate(failed is None, verdict, _facts(subject) | {"against": reference}, checks)
 
 
-def _alone(subject: Subject, weights: dict[str, torch.Tensor]) -> tuple[Numbers, Numbers, str]:
+def _alone(subject: Subject, weights: dict[str, Tensor]) -> tuple[Numbers, Numbers, str]:
     """Returns the step on every path alone in more than the dtype of training, and in that dtype.
 
     The third value names the model that computed it.
     """
     step, config = subject.tree_step, subject.config
-    factors = {name: weight for name, weight in weights.items() if is_factor(name)}
     dtype: torch.dtype = getattr(torch, config.training.dtype)
-    dtypes = torch.float64 if dtype == torch.float32 else torch.float32, dtype
+    wide = torch.float64 if dtype == torch.float32 else torch.float32
     with TemporaryDirectory() as folder:
 
-        def of_transformers(dtype: torch.dtype) -> Reference:
-            return TransformersReference(path, step.model, factors, dtype, step.device)
+        def make(dtype: torch.dtype) -> Reference:
+            return TransformersReference(path, step.model, weights, dtype, step.device)
 
         try:
             path = snapshot(step.model, config, weights, folder)
-            first: Reference = of_transformers(dtypes[0])
-            name = type(first.module).__name__
-            make, against = of_transformers, f"{name} of transformers, unmodified, every path alone"
+            first = make(wide)
+            name = f"the unmodified {type(first.module).__name__} of transformers"
         except UserError as error:
-            make, against = (
-                lambda dtype: OwnReference(config, weights, dtype),
-                f"titan_tree's own model, every path alone ({error})",
-            )
-            first = make(dtypes[0])
+            make = partial(OwnReference, config, weights)
+            first, name = make(wide), f"titan_tree's own model ({error})"
         exact = first.step(subject.paths, step.loss)
         del first
-        return exact, make(dtypes[1]).step(subject.paths, step.loss), against
+        return exact, make(dtype).step(subject.paths, step.loss), name
+
+
+@contextmanager
+def _out_of_memory_as_user_error() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            "titan-tree certify: the GPU is out of memory; lower --tokens, or use a GPU that holds the "
+            f"weights and gradients of the reference in float32 ({reason})"
+        ) from None
 
 
 def _facts(subject: Subject) -> dict[str, str]:

@@ -22,7 +22,8 @@ from titan_tree.models.tree_model import TreeModel
 from titan_tree.tree.token_tree import TokenTree
 
 TOLERANCE = 1e-5  # a relative error up to this is no fault
-FLOORS = 1.2  # largest error, in multiples of the noise floor
+# The largest error of N tokens, in multiples of the noise floor, which is a random number if N is small.
+FLOORS, FLOORS_OF_FEW = 1.2, 6.0  # 1.2 + 6 / sqrt(N)
 # The same for the gradient of one parameter, whose few numbers may round unluckily, and for all checks of a
 # model with experts, in which rounding may choose another expert for a token.
 FLOORS_OF_ONE = 3.0
@@ -49,7 +50,9 @@ def compare(trees: Numbers, exact: Numbers, noisy: Numbers, subject: Subject) ->
     checks = []
     assert exact.scores
     assert noisy.scores
-    floors = FLOORS_OF_ONE if _has_experts(subject.tree_step.model) else FLOORS
+    floors = FLOORS + FLOORS_OF_FEW / math.sqrt(sum(map(len, subject.paths)))
+    if _has_experts(subject.tree_step.model):
+        floors = max(floors, FLOORS_OF_ONE)
     if trees.scores:
         checks.append(_layers(trees.scores, exact.scores, noisy.scores, subject, floors))
         checks.append(_logprobs(trees.scores, exact.scores, noisy.scores, subject, floors))

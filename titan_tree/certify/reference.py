@@ -77,7 +77,8 @@ class TransformersReference(Reference):
     Args:
         folder: the snapshot.
         model: the model on trees, whose names the gradients get; only its structure is used.
-        factors: factors of LoRA by name, on the CPU. The weights of the snapshot contain their updates.
+        weights: those of the model on trees, on the CPU, of which only the factors of LoRA are used. The
+            weights of the snapshot contain their updates.
         dtype: dtype of the weights and of the computation.
     """
 
@@ -85,11 +86,11 @@ class TransformersReference(Reference):
         self,
         folder: Path,
         model: TreeModel,
-        factors: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.model, self.factors = model, factors
+        self.model, self.weights = model, weights
         self.module: Any = import_transformers().unmodified(folder, dtype).to(device)
         self.layers = list(self.module.base_model.layers)
 
@@ -115,8 +116,8 @@ class TransformersReference(Reference):
         if self.model.lora is None:
             return named
         scaling, own = self.model.lora.scaling, {}
-        for name in [name for name in named if f"{name}_lora_A" in self.factors]:
-            pair = [self.factors[f"{name}_lora_{f}"].to(named[name].dtype).requires_grad_() for f in "AB"]
+        for name in [name for name in named if f"{name}_lora_A" in self.weights]:
+            pair = [self.weights[f"{name}_lora_{f}"].to(named[name].dtype).requires_grad_() for f in "AB"]
             transposed = is_transposed(self.model.get_submodule(name.rpartition(".")[0]))
             update = merged(torch.zeros_like(named[name]), pair[0], pair[1], scaling, transposed)
             for factor, gradient in zip("AB", torch.autograd.grad(update, pair, named[name]), strict=True):

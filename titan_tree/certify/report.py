@@ -8,16 +8,16 @@ import platform
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import torch
 
 from titan_tree.errors import printable
 
 if TYPE_CHECKING:
     from titan_tree.certify import Certificate
 
+PACKAGES = "titan_tree", "torch", "transformers"
 COLUMNS = ("check", "error", "noise floor", "limit", "")
 MARKS = {True: "✓", False: "✗", None: "-"}
 PAGE = """<!doctype html>
@@ -36,7 +36,7 @@ td:not(:last-child) {{ white-space: nowrap; font-variant-numeric: tabular-nums; 
 <table><tr>{head}</tr>{rows}</table>
 <p>The first training step ran on token trees, and path by path. An error is the norm of a difference from the
 step path by path in higher precision, relative to that step's norm. The noise floor is the error of the step
-path by path in the precision of training. Written by titan-tree certify {version}.</p>
+path by path in the precision of training. Computed by {versions}.</p>
 </html>
 """
 
@@ -67,17 +67,15 @@ def _number(value: float | None) -> str:
 
 
 def write_json(certificate: Certificate, path: str) -> None:
-    """Writes the certificate, with the versions of what computed it."""
-    versions = {
-        "titan_tree": version("titan_tree"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    content = asdict(certificate) | {
-        "versions": versions,
-        "time": datetime.now(UTC).isoformat("T", "seconds"),
-    }
+    """Writes the certificate, and the versions of what computed it."""
+    content = asdict(certificate) | {"versions": _versions()}
     Path(path).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _versions() -> dict[str, str]:
+    found = {name: version(name) for name in PACKAGES if find_spec(name)}
+    now = datetime.now(UTC).isoformat(" ", "minutes")
+    return {**found, "python": platform.python_version(), "time": now}
 
 
 def write_page(certificate: Certificate, path: str) -> None:
@@ -93,6 +91,6 @@ def write_page(certificate: Certificate, path: str) -> None:
         facts="".join(map(row, certificate.facts.items())),
         head=row(COLUMNS, "th").removeprefix("<tr>").removesuffix("</tr>\n"),
         rows="".join(map(row, _rows(certificate))),
-        version=version("titan_tree"),
+        versions=html.escape(", ".join(map(" ".join, _versions().items()))),
     )
     Path(path).write_text(page)
