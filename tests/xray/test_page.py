@@ -326,7 +326,7 @@ def test_hover_shows_numbers_and_a_click_keeps_them(page: Any) -> None:
     assert panel.locator("pre").inner_text() == data["text"][leaf]
     assert panel.locator(".path li").count() == len(path_to(data, leaf))
     names = [sample["id"] for sample in data["samples"] if leaf in path_to(data, sample["segment"])]
-    assert panel.locator("tbody td:first-child").all_inner_texts() == names
+    assert panel.locator("table:last-of-type tbody td:first-child").all_inner_texts() == names
     page.locator("#tree").press("ArrowLeft")
     assert page.evaluate("xray.icicle.pinned") == data["parent"][leaf]
     page.locator("#tree").press("Escape")
@@ -380,6 +380,22 @@ def test_overlays_mark_partitions_and_ranks(page: Any) -> None:
     page.select_option("#overlay", "")
     settle(page)
     page.mouse.move(0, 0)
+
+
+def test_a_segment_shows_its_credit_under_every_estimator(page: Any) -> None:
+    show(page, BRANCHING, "net", "mean")
+    data = full_payload()["trees"][BRANCHING]
+    trained = data["trained"].index(1)
+    page.evaluate("segment => xray.icicle.pin(segment)", trained)
+    for row, name in enumerate(ADVANTAGES):
+        page.locator(".compared tbody tr").nth(row).click()
+        assert page.locator("#estimator").input_value() == name
+        cells = page.locator(".compared tr.chosen td").all_inner_texts()
+        facts = dict(
+            zip(*(page.locator(f"#panel {tag}").all_inner_texts() for tag in ("dt", "dd")), strict=True)
+        )
+        below = facts.get("net from here on", "0").split(" of ")[0]
+        assert cells == [name, facts["net weight per token"], below]
 
 
 def cancelled(group: int) -> list[float]:
@@ -456,8 +472,8 @@ def test_the_dark_page_has_its_own_colours(page: Any) -> None:
 ZOOM_IN_AND_OUT = """async () => {
     const frame = () => new Promise((done) => requestAnimationFrame(() => done(performance.now())));
     const times = [await frame()];
-    for (let i = 0; i < 30; i++) {
-        xray.icicle.zoom(i < 15 ? 1.25 : 0.8, i < 15 ? 1.25 : 0.8, 400, 300);
+    for (let i = 0; i < 16; i++) {
+        xray.icicle.zoom(i < 8 ? 1.5 : 0.7, i < 8 ? 1.5 : 0.7, 400, 300);
         times.push(await frame());
     }
     return times.slice(1).map((time, i) => time - times[i]);
@@ -475,7 +491,7 @@ def test_large_trees_are_smooth(browser: Any, tmp_path: Path) -> None:
         assert page.evaluate("xray.icicle.label(1)") == expected
         page.locator("#by-net").click()
         times_ms = page.evaluate(ZOOM_IN_AND_OUT)
-        assert len(times_ms) == 30
+        assert len(times_ms) == 16
         assert np.median(times_ms) < limit_ms, times_ms  # the machine may pause the browser for a while
         assert page.errors == []
         page.close()

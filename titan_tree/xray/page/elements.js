@@ -34,9 +34,9 @@ export const percent = (x) => (100 * x).toFixed(1) + "%";
 export const compact = (x) =>
   Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 2 }).format(x);
 
-// Three significant digits, as short as possible.
+// Three significant digits or more, as short as possible.
 export function short(x) {
   if (x === null || x === undefined || Number.isNaN(x)) return "–";
-  if (x === 0 || Number.isInteger(x) || Math.abs(x) >= 1e4) return count(x).replace("-0", "0");
+  if (x === 0 || Number.isInteger(x) || Math.abs(x) >= 1e3) return count(x).replace("-0", "0");
   return Math.abs(x) < 1e-3 ? x.toExponential(1) : String(Number(x.toPrecision(3)));
 }

@@ -35,6 +35,7 @@ let current = null; // the tree that is shown,
 let values = null; // the advantages of its turns under the chosen estimator,
 let credit = null; // what they do to its segments,
 let look = null; // and its colouring
+const compared = new Map(); // estimator -> what it does to the segments of the tree, with default options
 
 const textOf = (i) => (state.showText && current.data.text?.[i]) || "";
 const kindOf = (i) => kinds[current.data.kind[i]];
@@ -244,7 +245,10 @@ function chooseEstimator(name) {
 
 // Shows the tree again after any change of the state.
 function update() {
-  if (current?.data !== trees[state.tree]) current = new Tree(trees[state.tree]);
+  if (current?.data !== trees[state.tree]) {
+    current = new Tree(trees[state.tree]);
+    compared.clear();
+  }
   values = state.estimator && advantages(current, state.estimator, state.options);
   credit = values && current.credit(values);
   look = colouring(state.measure, current, credit, kinds, isDark.matches);
@@ -320,7 +324,7 @@ function facts(i) {
     add("agreement of samples", short(credit.agreement[i]));
   }
   if (credit?.grossBelow[i])
-    add("net of what follows", `${short(credit.netBelow[i])} of ${short(credit.grossBelow[i])}`);
+    add("net from here on", `${short(credit.netBelow[i])} of ${short(credit.grossBelow[i])}`);
   const numbers = new Set(overlayRows().flatMap(([segment, , , number]) => (segment === i ? [number] : [])));
   if (numbers.size) add(state.overlay.split(" ")[0], [...numbers].join(", "));
   if (data.reason[i] >= 0) add("parts because", reasons[data.reason[i]][0]);
@@ -384,6 +388,7 @@ function showSegment(i) {
     make("h2", kindChip(i)),
     facts(i),
     make("pre", textOf(i)),
+    ...comparison(i),
     make("h3", `Path from the root, ${plural(path.length, "segment")}`),
     make("ol.path", steps),
     make("h3", `${plural(through.length, "sample")} through it`),
@@ -392,6 +397,34 @@ function showSegment(i) {
   );
   find("panel").scrollTop = 0;
   find("panel").querySelector(".path").scrollTop = 1e9; // its end is what was chosen
+}
+
+// The net weight of a segment under every estimator, with its default options. A click chooses the estimator.
+function comparison(i) {
+  const rows = [];
+  for (const name of hasRewards ? Object.keys(ESTIMATORS) : []) {
+    if (!compared.has(name)) {
+      const found = advantages(current, name, {});
+      compared.set(name, found && current.credit(found));
+    }
+    if (!compared.get(name)) return [];
+    const { net, netBelow } = compared.get(name);
+    const onclick = () => {
+      find("estimator").value = name;
+      chooseEstimator(name);
+      update();
+      showSegment(i);
+    };
+    const cells = [name, short(net[i]), short(netBelow[i])].map((text) => make("td", text));
+    rows.push(make(`tr.link${name === state.estimator ? ".chosen" : ""}`, { onclick }, cells));
+  }
+  if (![...compared.values()].some((credit) => credit.grossBelow[i])) return [];
+  const heads = ["estimator", `net per ${UNIT}`, "net from here on"].map((head) => make("th", head));
+  const body = make("tbody", rows);
+  return [
+    make("h3", "Credit under each estimator"),
+    make("table.compared", make("thead", make("tr", heads)), body),
+  ];
 }
 
 // Lists of places.
