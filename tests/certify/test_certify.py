@@ -59,6 +59,20 @@ def configured(tmp_path, fields=lambda record: {}, **options):
     return tiny_config(tmp_path, **{"loss__name": "reinforce"} | options)
 
 
+def with_logprobs(record):
+    """Returns log-probs of another policy for the tokens that the loss counts."""
+    pairs = zip(record["tokens"], record["loss_mask"], strict=True)
+    old = [-4 + token / 100 if mask else None for token, mask in pairs]
+    return {"old_logprobs": old, "ref_logprobs": [value and value / 2 for value in old]}
+
+
+def truncated(record):
+    """Returns a temperature and sampling masks of ids 0 to 39 and the token itself."""
+    kept = [sorted({*range(40), token}) for token in record["tokens"]]
+    masks = [ids if mask else [] for ids, mask in zip(kept, record["loss_mask"], strict=True)]
+    return {"temperature": 0.5 + record["weight"] / 4, "sampling_mask": masks}
+
+
 @pytest.mark.parametrize(
     "family",
     [pytest.param(name, marks=[] if name == "qwen3" else pytest.mark.exhaustive) for name in MODELS],
@@ -289,6 +303,19 @@ def test_a_leak_is_found_without_a_reference(tmp_path, monkeypatch):
     assert check.found == "layers.0, path small/2: other tokens there change the output"
 
 
+def test_paths_that_do_not_fit_are_cut_around_their_branch(tmp_path):
+    with opened(configured(tmp_path, truncated, model__name="qwen3"), 12) as subject:
+        first, second = subject.paths
+        assert [first.tokens.tolist(), second.tokens.tolist()] == [
+            [10, 11, 12, 20, 21, 22],
+            [10, 11, 12, 30, 31, 32],
+        ]
+        assert first.loss_mask.tolist() == second.loss_mask.tolist() == [0, 0, 0, 1, 1, 1]
+        assert first.id.endswith("[9:15]")
+        assert first.sampling_mask.sizes.tolist() == [0, 0, 0, 40, 40, 40]
+        assert len(subject.trees) == 1
+
+
 @pytest.mark.slow
 def test_the_command_writes_json_and_a_page_and_its_status_says_whether_all_checks_passed(
     tmp_path, monkeypatch, capsys
@@ -314,20 +341,6 @@ def test_float8_is_refused(tmp_path):
     message = r"^training\.float8: expected 'none', because transformers has no float8 to compare with, got "
     with pytest.raises(UserError, match=message):
         certify(configured(tmp_path, model__name="qwen3", training__float8="tensorwise"))
-
-
-def with_logprobs(record):
-    """Returns log-probs of another policy for the tokens that the loss counts."""
-    pairs = zip(record["tokens"], record["loss_mask"], strict=True)
-    old = [-4 + token / 100 if mask else None for token, mask in pairs]
-    return {"old_logprobs": old, "ref_logprobs": [value and value / 2 for value in old]}
-
-
-def truncated(record):
-    """Returns a temperature and sampling masks of ids 0 to 39 and the token itself."""
-    kept = [sorted({*range(40), token}) for token in record["tokens"]]
-    masks = [ids if mask else [] for ids, mask in zip(kept, record["loss_mask"], strict=True)]
-    return {"temperature": 0.5 + record["weight"] / 4, "sampling_mask": masks}
 
 
 def preferred(record):

@@ -93,6 +93,8 @@ class TransformersReference(Reference):
         self.model, self.weights = model, weights
         self.module: Any = import_transformers().unmodified(folder, dtype).to(device)
         self.layers = list(self.module.base_model.layers)
+        if self.module.supports_gradient_checkpointing:  # it needs the mode of training; there is no dropout
+            self.module.train().gradient_checkpointing_enable({"use_reentrant": False})
 
     def score(self, path: TokenPath) -> tuple[Tensor, Tensor]:
         tokens = torch.from_numpy(path.tokens).long().to(self.module.device)

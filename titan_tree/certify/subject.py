@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,8 +27,8 @@ from titan_tree.models.weights import draw_weights
 from titan_tree.rl.trainer import RLTrainer
 from titan_tree.run.build import build_dataset, build_loss, build_reader, build_tokenizer, build_tree_step
 from titan_tree.run.model_setup import build_parallel_model, snapshot_model
-from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_tree import TokenTree
+from titan_tree.tree.paths import PER_TOKEN, TokenPath
+from titan_tree.tree.token_tree import TokenTree, common_prefix
 
 STD_B = 0.02  # of the factors B of a new LoRA
 
@@ -69,7 +70,7 @@ def opened(config: Config, max_tokens: int) -> Iterator[Subject]:
     """Yields the subject of a configuration of training or of reinforcement learning. Collective.
 
     Args:
-        max_tokens: maximum sum of the lengths of all paths. The first tree may be larger.
+        max_tokens: maximum sum of the lengths of all paths. Two that do not fit are cut around their branch.
 
     Raises:
         UserError: the configuration cannot be trained, or not be compared.
@@ -153,21 +154,43 @@ def _draw_advantages(subject: Subject) -> None:
 
 
 def _first(trees: Sequence[TokenTree], max_tokens: int, whole: bool) -> list[TokenTree]:
-    """Returns the first trees, and of the last one the first paths, at least two, that fit.
+    """Returns the first trees, and of the last one the first paths, that fit.
 
     Args:
-        whole: a tree keeps all of its paths.
+        whole: a tree keeps all of its paths, and the first one is taken in any case.
     """
     chosen: list[TokenTree] = []
     left = max_tokens
     for tree in trees:
-        paths: list[TokenPath] = []
-        for path in tree.paths:
-            if len(path) > left and (chosen or len(paths) > 1) and not (whole and paths):
-                break
-            paths.append(path)
-            left -= len(path)
-        if not paths:
+        sizes = np.cumsum([len(path) for path in tree.paths])
+        number = int((sizes <= left).sum())
+        if whole and number < len(sizes):
+            number = 0 if chosen else len(sizes)
+        if not chosen and number < min(len(sizes), 2):
+            return [TokenTree.from_paths(_around_branch(tree.paths, max_tokens // 2))]
+        if not number:
             break
-        chosen.append(tree if len(paths) == len(tree.paths) else TokenTree.from_paths(paths))
+        chosen.append(tree if number == len(sizes) else TokenTree.from_paths(tree.paths[:number]))
+        left -= sizes[number - 1]
     return chosen
+
+
+def _around_branch(paths: Sequence[TokenPath], size: int) -> list[TokenPath]:
+    """Returns ``size`` tokens of two paths, around the token where they diverge, or of the first path."""
+    first, *others = paths
+    shared = [common_prefix(first.tokens, other.tokens) for other in others]
+    for number, other in zip(shared, others, strict=True):
+        if number < min(len(first), len(other)):
+            start = max(0, number - size // 2)
+            return [_part(path, start, start + size) for path in (first, other)]
+    return [_part(first, 0, size)]
+
+
+def _part(path: TokenPath, start: int, stop: int) -> TokenPath:
+    part, mask = copy.copy(path), path.sampling_mask
+    for name in ("tokens", "loss_mask", "policy_version", *PER_TOKEN):
+        if (values := getattr(path, name)) is not None:
+            setattr(part, name, values[start:stop].copy())
+    part.sampling_mask = None if mask is None else mask.of_tokens(np.arange(start, min(stop, len(path))))
+    part.routed_experts, part.id = None, f"{path.id}[{start}:{stop}]"
+    return part
