@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from titan_tree.checkpoint.lock import set_aside
 from titan_tree.components.lora import is_factor
+from titan_tree.components.tree_tokenizer import TreeTokenizer
+from titan_tree.components.tree_tokenizer.hf_files import write_byte_tokenizer
 from titan_tree.config import Config
 from titan_tree.distributed.collectives import rank, world_size
 from titan_tree.models.lora.peft import save_adapter
@@ -24,7 +26,9 @@ from titan_tree.models.tree_model import TreeModel
 logger = logging.getLogger(__name__)
 
 
-def export_results(model: TreeModel, config: Config, run: str) -> None:
+def export_results(
+    model: TreeModel, config: Config, run: str, tokenizer: TreeTokenizer | None = None
+) -> None:
     """Writes what a finished run leaves in its folder beside checkpoints. Collective.
 
     These are LoRA as an adapter, in adapter/, and the weights in hf/ if ``checkpoint.export_hf`` is true.
@@ -32,16 +36,24 @@ def export_results(model: TreeModel, config: Config, run: str) -> None:
     Args:
         model: may be sharded.
         run: id of the run, see FolderLock.
+        tokenizer: that of the data, which the export gets if the start weights came without one.
     """
     folder, source = Path(config.folder), config.model.hf_path
     folder.mkdir(parents=True, exist_ok=True)
     if model.lora is not None:
         export_adapter(model, folder / "adapter", run, source)
     if config.checkpoint.export_hf:
-        export_hf(model, folder / "hf", run, getattr(torch, config.training.dtype), source)
+        export_hf(model, folder / "hf", run, getattr(torch, config.training.dtype), source, tokenizer)
 
 
-def export_hf(model: TreeModel, folder: Path, run: str, dtype: torch.dtype, source: str | None) -> None:
+def export_hf(
+    model: TreeModel,
+    folder: Path,
+    run: str,
+    dtype: torch.dtype,
+    source: str | None,
+    tokenizer: TreeTokenizer | None = None,
+) -> None:
     """Writes the weights as a Hugging Face snapshot. Collective.
 
     An earlier snapshot in ``folder`` is renamed, for example from hf to hf.earlier.
@@ -52,11 +64,15 @@ def export_hf(model: TreeModel, folder: Path, run: str, dtype: torch.dtype, sour
         dtype: dtype of the written weights. Constants keep theirs.
         source: folder of the snapshot that the weights started from, or None. Its tokenizer and other
             files are copied.
+        tokenizer: see ``export_results``.
     """
     weights = gathered_weights(model, dtype)
     if rank() == 0:
         with _replaced(folder, run, "Hugging Face snapshot") as unfinished:
             save_pretrained(model, unfinished, weights, source=source)
+            is_missing = not (unfinished / "tokenizer.json").exists()
+            if tokenizer is not None and is_missing and not write_byte_tokenizer(tokenizer, unfinished):
+                logger.warning("%s: has no tokenizer; copy the files of data.tokenizer into it", folder)
     if world_size() > 1:
         dist.barrier()
 

@@ -198,7 +198,8 @@ class TreeLightningModule(L.LightningModule):
         """Exports the adapter of a finished run, and its weights if the configuration says so."""
         if self.global_step >= self.num_steps:
             assert self.model is not None
-            export_results(self.model, self.config, secrets.token_hex(4))
+            tokenizer = build_tokenizer(self.config.data, self.config.model.hf_path)
+            export_results(self.model, self.config, secrets.token_hex(4), tokenizer)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the position in the data, the balance and the architecture, as plain types."""

@@ -234,7 +234,7 @@ class Trainer:
     def finish(self) -> None:
         """Logs a summary of a complete run and writes its export."""
         self._log_summary()
-        export_results(self.model, self.config, self.folder.run)
+        export_results(self.model, self.config, self.folder.run, self.tokenizer)
 
     def log_sample(self) -> None:
         """Logs the first sample of the run as it is trained."""

@@ -170,6 +170,17 @@ class TreeTokenizer:
         """
         return self._encoder.decode(ids)
 
+    @property
+    def byte_vocabulary(self) -> Vocabulary | None:
+        """The vocabulary, if its tokens are single bytes; else None."""
+        vocabulary = self._vocabulary
+        return vocabulary if isinstance(vocabulary, Vocabulary) and len(vocabulary.tokens) == 256 else None
+
+    @property
+    def template_source(self) -> str | None:
+        """The text of the chat template, or None without one."""
+        return self._template.source if self._template else None
+
     def fingerprint(self) -> str:
         """Returns a hash of all that ids depend on, so that stored ids can be matched with their tokenizer.
 

@@ -265,6 +265,11 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_alphabet()
 
 
+def byte_characters(tokens: Mapping[bytes, int]) -> dict[str, int]:
+    """Returns tokens of one byte as tokenizer.json spells them, with their ids."""
+    return {char: tokens[bytes([byte])] for char, byte in _BYTE_OF.items()}
+
+
 def _token_bytes(token: str) -> bytes:
     return bytes([_BYTE_OF[char] for char in token])
 
