@@ -271,6 +271,25 @@ class Checkpoints:
             ) from error
 
 
+def load_model(path: Path, model: nn.Module) -> None:
+    """Loads the weights of a checkpoint into a model that is not sharded. Frozen weights stay as they are.
+
+    Raises:
+        UserError: the checkpoint is damaged, or of a model with other weights.
+    """
+    state, frozen = model.state_dict(), frozen_names(model)
+    weights = {name: weight for name, weight in state.items() if name not in frozen}
+    try:
+        with _damaged(path), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            content = read_verified(path, int(path.name.removeprefix("step-")), 0, 1)
+            reader = CheckpointReader(path, content["files"])
+            dcp.load({"model": weights}, storage_reader=reader, no_dist=True)
+    except DamagedCheckpointError as damage:
+        raise UserError(f"{damage}; choose another checkpoint") from None
+    model.load_state_dict(state | weights)
+
+
 # What reading a manifest or tensors can raise if titan_tree did not write them.
 MALFORMED = (
     *(KeyError, TypeError, ValueError, ArithmeticError, AttributeError, IndexError),

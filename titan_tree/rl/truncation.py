@@ -16,11 +16,15 @@ from titan_tree.rl.sampler import UNIT
 
 
 class Truncation(NamedTuple):
-    """Which ids sampling keeps. The filters run one after another, as in vLLM: min-p, top-k, top-p."""
+    """Which ids sampling keeps. The filters run one after another, as in vLLM: min-p, top-k, top-p.
+
+    Before them, the temperature divides the logits. Reinforcement learning samples at 1.
+    """
 
     top_p: float = 1.0  # the smallest set of the likeliest ids whose probabilities add up to at least top_p
     top_k: int = 0  # the top_k likeliest ids; 0: all
     min_p: float = 0.0  # ids with at least min_p times the largest probability
+    temperature: float = 1.0
 
     @staticmethod
     def of(rl: RLConfig) -> Truncation:
@@ -34,7 +38,8 @@ class Truncation(NamedTuple):
         """Returns logits [B, V] with -inf for the ids that sampling does not keep. The likeliest id stays."""
         if not self.is_on:
             return logits
-        ordered, order = logits.float().sort(dim=-1, descending=True, stable=True)
+        logits = logits.float() / self.temperature
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
         p = ordered.softmax(-1)
         keeps = p >= self.min_p * p[:, :1]
         if self.top_k:

@@ -1,0 +1,187 @@
+"""Talks to the model of a run, a checkpoint or a snapshot.
+
+titan-tree chat outputs/demo                       the newest checkpoint of a run
+titan-tree chat outputs/demo/checkpoints/step-40   another one
+titan-tree chat /models/Qwen3-1.7B --temperature 0.7 --system "Answer briefly."
+titan-tree chat outputs/demo --task                a prompt of the run's own data, before and after training
+echo "How many caps?" | titan-tree chat outputs/demo
+
+Each line is a message. /reset forgets the conversation; /quit, Ctrl-D and Ctrl-C end it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from titan_tree.errors import UserError, printable
+
+if TYPE_CHECKING:
+    from titan_tree.components.tree_tokenizer import TreeTokenizer
+    from titan_tree.models.tree_model import TreeModel
+    from titan_tree.run.saved_model import SavedModel
+
+SHOWN_CHARACTERS = 600  # of a task's prompt; the end counts
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command line of ``titan-tree chat``."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="the folder of a run, a checkpoint or a Hugging Face snapshot")
+    add("--system", metavar="TEXT", help="a system message (default: none)")
+    add("--max-tokens", type=_positive, default=512, metavar="N", help="of an answer (default: 512)")
+    add(
+        "--temperature",
+        type=_temperature,
+        default=0.0,
+        metavar="T",
+        help="0 chooses the likeliest token; 1 samples as the model does (default: 0)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of sampling (default: 0)")
+    add("--tokenizer", metavar="NAME", help="a folder, a file, or byte (default: the model's own)")
+    add("--template", metavar="NAME", help="chatml, qwen3 or a file (default: the model's own)")
+    add(
+        "--task",
+        action="store_true",
+        help="show the first prompt of the run's data, and its answer before and after training",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs ``titan-tree chat``. Raises UserError if there is no such model."""
+    import torch
+
+    from titan_tree.run.saved_model import SavedModel
+
+    saved = SavedModel.at(args.model)
+    tokenizer = saved.tokenizer(args.tokenizer, args.template)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if args.task:
+        show_task(saved, tokenizer, device)
+        return
+    speaker = Speaker(saved.model(device), tokenizer, args.temperature)
+    print(f"{printable(str(saved.checkpoint or saved.snapshot))}; /reset, /quit", file=sys.stderr)
+    start = [] if args.system is None else [{"role": "system", "content": args.system}]
+    messages = [*start]
+    for line in _lines():
+        if line in ("/quit", "/exit"):
+            return
+        if line == "/reset":
+            messages = [*start]
+        elif line.startswith("/"):
+            print(f"unknown command {printable(line.split()[0])}; expected /reset or /quit", file=sys.stderr)
+        elif line:
+            messages.append({"role": "user", "content": line})
+            answer, is_finished = speaker.answer(messages, args.max_tokens, args.seed + len(messages))
+            print(shown(answer), flush=True)
+            if not is_finished:
+                print(f"(cut off after --max-tokens {args.max_tokens})", file=sys.stderr)
+            messages.append({"role": "assistant", "content": answer, "finish_reason": "stop"})
+
+
+class Speaker:
+    """Answers conversations with the weights of a model.
+
+    Args:
+        temperature: 0 chooses the likeliest token.
+    """
+
+    def __init__(self, model: TreeModel, tokenizer: TreeTokenizer, temperature: float = 0.0) -> None:
+        from titan_tree.rl.generate_sampler import default_sampler
+        from titan_tree.rl.rollouts import Chat
+        from titan_tree.rl.truncation import Truncation
+
+        self.positions: int = model.config.max_position_embeddings
+        self.chat = Chat(tokenizer)
+        truncation = Truncation(temperature=temperature) if temperature else Truncation(top_k=1)
+        self.sampler = default_sampler(model, truncation)
+
+    def answer(self, messages: list[dict[str, str]], max_tokens: int, seed: int) -> tuple[str, bool]:
+        """Returns the answer to a conversation, and whether the model ended it.
+
+        Raises:
+            UserError: the conversation leaves no position of the model for an answer.
+        """
+        return self.continued(self.chat.prompt(SimpleNamespace(), messages), max_tokens, seed)
+
+    def continued(self, context: list[int], max_tokens: int, seed: int = 0) -> tuple[str, bool]:
+        """Returns the text that follows token ids, and whether the model ended it. Raises as ``answer``."""
+        room = self.positions - len(context)
+        if room < 1:
+            raise UserError(
+                f"the conversation has {len(context):,} tokens, but the model has {self.positions:,} "
+                "positions; start again, or use /reset earlier"
+            )
+        (turn,) = self.sampler.sample([context], [min(max_tokens, room)], self.chat.end, [seed])
+        return self.chat.text(turn.tokens), turn.tokens[-1] == self.chat.end
+
+
+def show_task(saved: SavedModel, tokenizer: TreeTokenizer, device: object) -> None:
+    """Prints the first prompt of a run's data with three answers: the data's, and before and after training.
+
+    Raises:
+        UserError: the run does not train on data files.
+    """
+    import torch
+
+    from titan_tree.data.sample_reader import SampleReader
+
+    assert isinstance(device, torch.device)
+    if saved.config is None or not saved.config.data.files:
+        raise UserError("--task: expected the folder of a run that trains on data files")
+    reader = SampleReader(saved.config.data, tokenizer)
+    path = reader.paths(next(reader.groups()))[0]
+    trained = np.flatnonzero(path.loss_mask[1:]) + 1  # nothing predicts the first token
+    if not len(trained):
+        raise UserError("--task: the first sample of the run's data has no trained token")
+    first, last = int(trained[0]), int(trained[-1])
+    context, wanted = path.tokens[:first].tolist(), path.tokens[first : last + 1].tolist()
+    model = saved.start_model(device)
+    before, _ = Speaker(model, tokenizer).continued(context, len(wanted))
+    after, _ = Speaker(saved.model(device, model), tokenizer).continued(context, 2 * len(wanted))
+    print(f"task:\n{_indented(tokenizer.decode(context)[-SHOWN_CHARACTERS:])}")
+    for name, text in (
+        ("answer in the data", tokenizer.decode(wanted)),
+        ("untrained model", before),
+        (f"after training ({saved.checkpoint.name if saved.checkpoint else ''})", after),
+    ):
+        print(f"{name}:\n{_indented(text)}")
+
+
+def shown(text: str) -> str:
+    """Returns a text without control characters other than line breaks."""
+    return "\n".join(map(printable, text.strip("\n").split("\n")))
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in (shown(text) or "(nothing)").split("\n"))
+
+
+def _lines() -> Iterator[str]:
+    """Yields the lines of stdin without white space around them. A terminal shows a prompt."""
+    while True:
+        try:
+            yield input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+
+
+def _positive(text: str) -> int:
+    if text.isascii() and text.isdecimal() and int(text):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
+
+
+def _temperature(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 100:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 100, got {text!r}")
+    return number
