@@ -90,8 +90,8 @@ def set_up(extra: str, needed: list[str], keep_venv: bool) -> str:
         say("installing the packages of constraints.txt in .venv; this takes a minute plus the download ...")
     interpreter = str(VENV / "bin" / "python")
     project = f"{ROOT}[{extra}]" if extra else str(ROOT)
-    pip = [interpreter, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--quiet"]
-    if run([*pip, "--progress-bar", "off", "--constraint", str(constraints), "--editable", project]):
+    pip = [interpreter, "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
+    if run([*pip, "--constraint", str(constraints), "--editable", project]):
         sys.exit(
             "error: pip could not install the packages, see its message above. Without a network, set "
             "PIP_INDEX_URL or PIP_FIND_LINKS to a mirror, or PYTHON to an interpreter with all packages"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train a model. The first run sets up the Python environment (scripts/setup.sh).
 #
-#   ./scripts/train.sh                            the demo: a tiny model on the bundled sample; about a minute on a CPU
+#   ./scripts/train.sh                            the demo (scripts/first_run.py): about a minute on a CPU
 #   ./scripts/train.sh CONFIG [key=value ...]     titan-tree train CONFIG, on all GPUs of this machine or on the CPU
 #
 # For several machines, start torchrun on each of them; see docs/parallelism.md.
@@ -12,7 +12,7 @@ python=$("$root/scripts/setup.sh")
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 
 if (($# == 0)); then
-    exec "$python" -m titan_tree.train --config "$root/train_configs/demo.toml"
+    exec "$python" "$root/scripts/first_run.py"
 fi
 processes=1
 if [[ $1 != -h && $1 != --help ]]; then

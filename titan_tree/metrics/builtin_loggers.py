@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import logging
 import math
+import time
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import TextIO
 
@@ -61,7 +63,10 @@ OMITTED = {
 
 
 class ConsoleLogger(Logger):
-    """Writes log lines through ``logging`` and shows a progress bar if stdout is a terminal."""
+    """Writes log lines through ``logging``, with the time left.
+
+    If stdout is a terminal, a progress bar shows that time instead.
+    """
 
     def __init__(self, folder: Path, start_step: int, total_steps: int) -> None:
         super().__init__(folder, start_step, total_steps)
@@ -75,12 +80,24 @@ class ConsoleLogger(Logger):
             disable=not console.is_terminal,
             transient=True,
         )
+        self._first: tuple[int, float] | None = None  # the first step of this process, and when it ended
         self.bar = self.progress.add_task("training", total=total_steps, completed=start_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        logger.info("step %*d/%d  %s", len(str(self.total_steps)), step, self.total_steps, _line(values))
+        line = f"step {step:{len(str(self.total_steps))}}/{self.total_steps}  {_line(values)}"
+        logger.info("%s%s", line, self._time_left(step) if self.progress.disable else "")
+
+    def _time_left(self, step: int) -> str:
+        """Returns how long the remaining steps will take if they are like those since the first one."""
+        if self._first is None or step <= self._first[0] or step == self.total_steps:
+            return ""
+        first, started = self._first
+        seconds = (time.perf_counter() - started) / (step - first) * (self.total_steps - step)
+        return f"  {timedelta(seconds=round(seconds))} left"
 
     def advance(self, step: int) -> None:
+        if self._first is None and step > self.start_step:
+            self._first = step, time.perf_counter()
         self.progress.start()  # does nothing if the bar is already visible
         self.progress.update(self.bar, completed=step)
 
