@@ -94,7 +94,10 @@ class TransformersReference(Reference):
         self.module: Any = import_transformers().unmodified(folder, dtype).to(device)
         self.layers = list(self.module.base_model.layers)
         if self.module.supports_gradient_checkpointing:  # it needs the mode of training; there is no dropout
-            self.module.train().gradient_checkpointing_enable({"use_reentrant": False})
+            name = "activation_checkpointing_enable"  # older versions have another name for it
+            enable = getattr(self.module, name, None) or self.module.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+            self.module.train()
 
     def score(self, path: TokenPath) -> tuple[Tensor, Tensor]:
         tokens = torch.from_numpy(path.tokens).long().to(self.module.device)
