@@ -102,6 +102,15 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
     return UserError(f"unknown {kind} {name!r}{hint} (known: {', '.join(known)})")
 
 
+def encoding_hint(content: bytes) -> str:
+    """Returns how to turn ``content``, which is not UTF-8, into what can be read."""
+    if content.startswith(b"PK\x03\x04"):
+        return "; it is a zip archive: unpack it"
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "; it is UTF-16: convert it with iconv -f UTF-16 -t UTF-8"
+    return "; if it is Latin-1, convert it with iconv -f LATIN1 -t UTF-8"
+
+
 def require_unicode(text: str, where: str) -> str:
     """Returns ``text``. Raises UserError, which begins with ``where``, for a lone surrogate."""
     try:

@@ -191,7 +191,9 @@ def test_a_byte_order_mark_is_skipped_in_utf_8_and_refused_in_others(tmp_path, t
         assert [record for _, record in read([str(file)])] == [{"tokens": [1]}]
     for encoding in ("utf-16", "utf-32"):
         file.write_text(text, encoding=encoding)
-        with pytest.raises(UserError, match=r"file:1: expected UTF-8 text: invalid start byte at byte 1"):
+        with pytest.raises(
+            UserError, match=r"file:1: expected UTF-8 text: invalid start byte at byte 1; .*iconv"
+        ):
             read([str(file)])
 
 

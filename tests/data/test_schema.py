@@ -173,7 +173,7 @@ def test_truncated_arrays_are_refused(tmp_path):
         (rb'{"tokens": [1], "\udfff": 1}', r"\udfff: expected Unicode text, got a lone surrogate"),
         (
             b'{"tokens": [1], "id": "\xed\xa0\x80"}',
-            "expected UTF-8 text: invalid continuation byte at byte 24",
+            "expected UTF-8 text: invalid continuation byte at byte 24; if it is Latin-1, convert",
         ),
         (b'{"tokens": [1], "weight": 1e999}', "weight: expected a finite number, got one beyond 1.8e308"),
         (
@@ -195,6 +195,19 @@ def test_truncated_arrays_are_refused(tmp_path):
             "loss_mask: expected numbers up to 1e12, got 1e+40",
         ),
         (b'{"tokens": [1]', "broken JSON at character 15: Expecting ',' delimiter"),
+        (
+            b'{"tokens": [1]} {}',
+            "broken JSON at character 17: Extra data; write one value per line, or a list of all",
+        ),
+        (
+            b"{'tokens': [1]}",
+            "broken JSON at character 2: Expecting property name enclosed in double quotes; "
+            "JSON has double quotes: write it with json.dumps, not str",
+        ),
+        (
+            b"PK\x03\x04\xff",
+            "expected UTF-8 text: invalid start byte at byte 5; it is a zip archive: unpack it",
+        ),
         (b'{"id": "\\u001b[31m", "\\u001b[2J": 1}', r"expected one of the fields trajectories, messages"),
         (b'{"tokens": [1], "\\u001b[2J\\r\\n": 1}', r"\x1b[2J\r\n: unknown field"),
         (b'{"tokens": ' + b"[" * 5000 + b"]" * 5000 + b"}", "broken JSON: brackets are nested too deeply"),

@@ -272,7 +272,7 @@ def test_a_snapshot_is_loaded_into_shards(tmp_path: Path) -> None:
     ("name", "num_ranks", "expert_parallel", "message"),
     [
         ("qwen3", 4, 2, "expected 1, because the model has no experts"),
-        ("qwen3_moe", 4, 3, "expected a divisor of the number of ranks (torchrun), 4, got 3"),
+        ("qwen3_moe", 4, 3, "expected a divisor of the number of ranks (--nproc or torchrun), 4, got 3"),
         ("qwen3_moe", 16, 16, "expected a divisor of the number of experts, 8, got 16"),
         ("qwen3_moe", 14, 2, "7 ranks shard each expert, so 7 must divide the 192 rows"),
     ],

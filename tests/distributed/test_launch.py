@@ -98,7 +98,8 @@ def test_a_foreign_server_on_the_port_is_one_line(
         f"rank {rank}: cannot meet the other ranks at MASTER_ADDR:MASTER_PORT = 127.0.0.1:"
     )
     assert message.endswith(
-        "; expected all 2 ranks within 0.5 s (parallel.timeout_s), and no other program on this port"
+        "; expected all 2 ranks within 0.5 s (parallel.timeout_s), and no other program on this port; "
+        "to train alone, unset RANK and WORLD_SIZE"
     )
 
 

@@ -220,7 +220,7 @@ def test_gradients_are_exact(
 @pytest.mark.parametrize(
     ("name", "num_ranks", "parallel", "message"),
     [
-        ("qwen3", 6, {"replicate": 4}, "a divisor of the number of ranks (torchrun), 6, got 4"),
+        ("qwen3", 6, {"replicate": 4}, "a divisor of the number of ranks (--nproc or torchrun), 6, got 4"),
         ("qwen3", 8, {"replicate": 2, "sequence_parallel": 8}, "ranks of a replica, 4, got 8"),
         ("qwen3", 6, {"sequence_parallel": 3}, "expected a divisor of num_attention_heads, 4, got 3"),
         ("qwen3", 8, {"sequence_parallel": 8}, "expected a divisor of num_attention_heads, 4, got 8"),

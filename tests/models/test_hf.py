@@ -187,6 +187,14 @@ def test_a_sliding_window_that_no_layer_uses_is_accepted(snapshot):
     [
         (shutil.rmtree, "no such folder"),
         (lambda f: (f / "config.json").unlink(), r"config.json: no such file"),
+        (
+            lambda f: (f / "config.json").rename(f / "adapter_config.json"),
+            "an adapter: set lora.adapter to it",
+        ),
+        (
+            lambda f: ((f / "hf").mkdir(), (f / "config.json").rename(f / "hf/config.json")),
+            "expected a local Hugging Face snapshot; did you mean .*/hf\\?",
+        ),
         (lambda f: (f / "config.json").write_text("{"), r"config.json: broken JSON at character 2"),
         (lambda f: (f / "config.json").write_text("[]"), r"config.json: expected a JSON object, got a list"),
         (lambda f: (f / "model.safetensors.index.json").unlink(), "expected model.safetensors or"),

@@ -70,6 +70,8 @@ def test_nothing_gives_nothing(models):
     ("tokens", "message"),
     [
         ([], "path 1: tokens: expected a non-empty list"),
+        (5, "path 1: tokens: expected a non-empty list of token ids, got 5"),
+        ("hello", "path 1: tokens: expected a non-empty list of token ids, got 'hello'"),
         ([1, -2], "path 1: tokens: expected ids from 0"),
         ([1, 61], "path 1: token id 61 at token 1: expected ids below the model's vocabulary size 61"),
         ([1] * 513, "path 1: it has 513 tokens, but the model has 512 positions"),

@@ -24,6 +24,7 @@ URLS = check(
     "an address or a non-empty list of addresses",
     lambda url: isinstance(url, str) or (isinstance(url, list) and url and {*map(type, url)} == {str}),
 )
+NO_FILES = "no files, because the environment makes the tasks (titan-tree train reads files)"
 # Keys of [data] that say how files are read. An environment has no files.
 OF_FILES = (
     *("weights", "format", "ignore_fields", "sample", "merge", "paths", "advantage", "shuffle_buffer"),
@@ -36,7 +37,7 @@ class RLDataConfig(DataConfig, table="data"):
     """The table [data] for tasks of an environment. A group is a task with all its rollouts."""
 
     files: Any = setting(  # Must stay empty.
-        [], check("no files, because the environment makes the tasks", lambda files: not files)
+        [], check(NO_FILES, lambda files: not files)
     )
     seed: int = 0  # Seed of the tasks and of sampling.
 

@@ -26,7 +26,7 @@ from titan_tree.config.checks import MISSING, require
 from titan_tree.config.files import regular
 from titan_tree.config.lightning import LightningRunConfig
 from titan_tree.config.rl import RLRunConfig
-from titan_tree.errors import UserError, errors_at, keep_secret, require_unicode, shorten
+from titan_tree.errors import UserError, encoding_hint, errors_at, keep_secret, require_unicode, shorten
 from titan_tree.plugins import import_plugins
 
 if TYPE_CHECKING:
@@ -47,6 +47,15 @@ COMMANDS = {  # tables that only one command has
     "lightning": "titan-tree train --trainer lightning",
     "rl": "titan-tree rl",
     "warm_start": "titan-tree rl",
+}
+# How to fix what Python's parser of TOML refuses, by the start of its message.
+TOML_HINTS = {
+    "Cannot overwrite a value": "the key is set twice; remove one of them",
+    "Cannot declare": "the table occurs twice; write its keys into one of them",
+    "Invalid value": "text needs quotes; true and false are lower case",
+    "Expected '=' after a key": "write key = value",
+    "Invalid hex value": "in double quotes, write \\ as \\\\",
+    "Unescaped '\\'": "in double quotes, write \\ as \\\\",
 }
 # What a key of each type accepts.
 EXPECTED = {
@@ -145,8 +154,12 @@ def _read_file(path: str | Path) -> Table:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except RecursionError:
         raise UserError(f"{path}: not valid TOML: brackets are nested too deeply") from None
-    except ValueError as error:  # wrong TOML, not UTF-8, or a number of thousands of digits
-        raise UserError(f"{path}: not valid TOML: {error}") from None
+    except UnicodeDecodeError as error:
+        hint = encoding_hint(error.object)
+        raise UserError(f"{path}: not valid TOML: {error}{hint}") from None
+    except ValueError as error:  # wrong TOML, or a number of thousands of digits
+        hint = next((f"; {hint}" for start, hint in TOML_HINTS.items() if str(error).startswith(start)), "")
+        raise UserError(f"{path}: not valid TOML: {error}{hint}") from None
 
 
 def _read_argument(argument: str) -> tuple[str, Table]:
@@ -249,7 +262,10 @@ def _check_type(value: object, hint: object, key: str) -> None:
         return
     fits = isinstance(value, int | float if kind is float else kind)
     fits = fits and isinstance(value, bool) == (kind is bool)  # a bool is an int for Python
-    require(fits, key, EXPECTED[kind], shorten(value) + ("; write it in quotes" if kind is str else ""))
+    hint = "; write it in quotes" if kind is str else ""
+    if kind is list and isinstance(value, str | int | float):
+        hint = f"; write it in brackets: [{shorten(value)}]"
+    require(fits, key, EXPECTED[kind], shorten(value) + hint)
     if isinstance(value, list):
         for index, item in enumerate(value):
             _check_type(item, get_args(kinds[0])[0], f"{key}[{index}]")

@@ -97,7 +97,8 @@ class Launch:
             raise UserError(
                 f"rank {self.rank}: cannot meet the other ranks at MASTER_ADDR:MASTER_PORT = "
                 f"{shorten(self.host)[1:-1]}:{self.port}: {reason}; expected all {self.num_ranks} ranks "
-                f"within {timeout_s:g} s (parallel.timeout_s), and no other program on this port"
+                f"within {timeout_s:g} s (parallel.timeout_s), and no other program on this port; to train "
+                "alone, unset RANK and WORLD_SIZE"
             ) from None
 
     def _connect(self, connected: Future[dist.Store], timeout_s: float) -> None:

@@ -118,8 +118,8 @@ class Meshes:
 
 def check_sizes(num_ranks: int, replicate: int, sequence_parallel: int, expert_parallel: int) -> None:
     """Raises UserError if ranks cannot be divided in these numbers."""
-    _check_divisor("replicate", replicate, "ranks (torchrun)", num_ranks)
-    of = "ranks of a replica" if replicate > 1 else "ranks (torchrun)"
+    _check_divisor("replicate", replicate, "ranks (--nproc or torchrun)", num_ranks)
+    of = "ranks of a replica" if replicate > 1 else "ranks (--nproc or torchrun)"
     _check_divisor("sequence_parallel", sequence_parallel, of, num_ranks // replicate)
     _check_divisor("expert_parallel", expert_parallel, of, num_ranks // replicate)
     if sequence_parallel % expert_parallel and expert_parallel % sequence_parallel:

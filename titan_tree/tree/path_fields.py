@@ -49,7 +49,12 @@ def token_array(tokens: object) -> np.ndarray:
     """Returns [T] int32 with T >= 1."""
     array = any_array("tokens", tokens, "a flat list of token ids")
     if array.ndim != 1 or array.size == 0:
-        raise wrong("tokens", "a non-empty list of token ids", f"shape {array.shape}")
+        got = (
+            f"shape {array.shape}"
+            if array.ndim
+            else shorten(tokens if isinstance(tokens, str) else array.item())
+        )
+        raise wrong("tokens", "a non-empty list of token ids", got)
     return integer_array("tokens", array, "ids")
 
 

@@ -148,7 +148,9 @@ class TokenTree:
             UserError: ``paths`` is not a list of paths or is empty, the paths hold 2**31 tokens or more in
                 total, models of different sizes recorded their experts, or ``replay`` is unknown.
         """
-        require_list(paths, TokenPath, "TokenTree.from_paths", "pass [path], or tree.paths of a tree")
+        require_list(
+            paths, TokenPath, "TokenTree.from_paths", "pass [TokenPath(tokens)], or tree.paths of a tree"
+        )
         if not paths:
             raise UserError("TokenTree.from_paths: expected at least one path, got none")
         lengths = np.array([len(p) for p in paths], np.int64)

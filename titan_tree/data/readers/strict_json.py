@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from typing import NamedTuple
 
-from titan_tree.errors import UserError, hide, require_unicode
+from titan_tree.errors import UserError, encoding_hint, hide, require_unicode
 
 # Only content with one of these can hold a lone surrogate, a constant such as NaN, or a number above 1e308.
 # Other content is not walked. In _NUMBERS, 0 stands for any digit, and e also for E: bytes are found faster
@@ -50,14 +50,24 @@ def parse_json(content: bytes, place: str) -> object:
         raise UserError(f"{place}: {error}") from None
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
-        raise UserError(f"{place}: broken JSON at {line}character {error.colno}: {error.msg}") from None
+        hint = _json_hint(error)
+        raise UserError(f"{place}: broken JSON at {line}character {error.colno}: {error.msg}{hint}") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{place}: expected UTF-8 text: {error.reason} at byte {error.start + 1}") from None
+        reason = f"{error.reason} at byte {error.start + 1}{encoding_hint(content)}"
+        raise UserError(f"{place}: expected UTF-8 text: {reason}") from None
     except RecursionError:
         raise UserError(f"{place}: broken JSON: brackets are nested too deeply") from None
     except ValueError as error:  # thousands of digits in a number
         raise UserError(f"{place}: broken JSON: {error}") from None
     return value
+
+
+def _json_hint(error: json.JSONDecodeError) -> str:
+    if error.msg == "Extra data":
+        return "; write one value per line, or a list of all"
+    if error.doc[error.pos : error.pos + 1] == "'":
+        return "; JSON has double quotes: write it with json.dumps, not str"
+    return ""
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -234,7 +234,8 @@ def _check(folder: Path, stored: dict[str, Shape], needed: list[Correspondence])
     for name, shape in stored.items():
         if shape != expected[name]:
             raise UserError(
-                f"{folder}: {hf_name(name)}: expected shape {expected[name]} by config.json, got {shape}"
+                f"{folder}: {hf_name(name)}: expected shape {expected[name]} by config.json, got {shape}; "
+                "these files belong to different models"
             )
 
 

@@ -35,12 +35,21 @@ def read_json(path: Path) -> dict[str, Any]:
                 raise UserError(f"{path}: expected at most {MAX_JSON_BYTES:,} bytes of JSON, got {size:,}")
             content = parse_json(file.read(), str(path))
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; expected a local Hugging Face snapshot") from None
+        raise UserError(f"{path}: no such file; {_expected(path.parent)}") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a JSON object, got a {type(content).__name__}")
     return content
+
+
+def _expected(folder: Path) -> str:
+    """Returns what to name in place of a folder without config.json."""
+    if (folder / "adapter_config.json").is_file():
+        return "this is an adapter: set lora.adapter to it, and model.hf_path to its base model"
+    found = sorted(folder.glob(f"*/{CONFIG}"))
+    hint = f"; did you mean {found[0].parent}?" if found else ""
+    return f"expected a local Hugging Face snapshot{hint}"
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -41,7 +41,9 @@ def write_page(payload: Mapping[str, Any], path: Path) -> None:
     try:
         path.write_text(page, encoding="utf-8", errors="replace")  # names of files may hold other bytes
     except OSError as error:
-        raise UserError(f"{path}: the page cannot be written: {error.strerror}; name another file") from None
+        raise UserError(
+            f"{path}: the page cannot be written: {error.strerror}; create its folder, or name another file"
+        ) from None
 
 
 def _read(name: str) -> str:
