@@ -322,6 +322,7 @@ LOGGERS: Registry[type[Logger]] = Registry(
         "csv": "titan_tree.metrics.builtin_loggers:CsvLogger",
         "tensorboard": "titan_tree.metrics.builtin_loggers:TensorBoardLogger",
         "wandb": "titan_tree.metrics.wandb:WandbLogger",
+        "mlflow": "titan_tree.metrics.mlflow:MlflowLogger",
     },
     interface=("log", "advance", "close"),
 )

@@ -4,6 +4,7 @@ import csv
 import importlib
 import sys
 from collections.abc import Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,44 @@ def test_tensorboard_holds_each_step_once_after_a_resume(tmp_path: Path) -> None
     assert events.Tags()["scalars"] == ["loss", "lr"]
 
 
+def test_tensorboard_shows_the_first_sample_as_it_is(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, 0, 9)
+    logger.sample("a <b>\n⟦*c*⟧")
+    logger.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (event,) = events.Tensors("first_sample/text_summary")
+    assert (event.step, event.tensor_proto.string_val[0].decode()) == (0, "    a <b>\n    ⟦*c*⟧")
+
+
+@pytest.mark.slow
+def test_mlflow_logs_values_sample_and_configuration_and_a_resumed_run_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/store")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    (tmp_path / "config.toml").write_text("[optimizer]\nlr = 0.0625\n")
+    first = LOGGERS["mlflow"](tmp_path, 0, 9)
+    first.sample("⟦a⟧")
+    first.log(1, {"loss": 0.5, "reward": 0.25})
+    first.close()
+    resumed = LOGGERS["mlflow"](tmp_path, 1, 9)
+    resumed.log(2, {"loss": 0.125})
+    with suppress(UserError), closing(resumed):
+        raise UserError("step 3: loss is nan")
+    client = mlflow.MlflowClient()
+    run = client.get_run(first.id)
+    assert resumed.id == first.id
+    assert [(m.step, m.value) for m in client.get_metric_history(first.id, "loss")] == [(1, 0.5), (2, 0.125)]
+    assert run.data.params == {"optimizer.lr": "0.0625"}
+    assert run.data.metrics == {"loss": 0.125, "reward": 0.25}
+    assert run.info.status == "FAILED"
+    assert client.get_experiment(run.info.experiment_id).name == "titan_tree"
+    assert mlflow.artifacts.load_text(f"{run.info.artifact_uri}/first_sample.txt") == "⟦a⟧"
+
+
 @pytest.mark.slow
 def test_wandb_logs_offline_and_a_resumed_run_keeps_its_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -127,6 +166,8 @@ def test_wandb_logs_offline_and_a_resumed_run_keeps_its_id(
         logger = LOGGERS["wandb"](tmp_path, start_step, 9)
         assert logger.run.project == "titan_tree"
         assert logger.run.config["optimizer"] == {"lr": 0.0625}
+        if not start_step:
+            logger.sample("⟦<a>⟧")
         logger.log(start_step + 1, {"loss": 0.15625, "grad_norm": start_step + 0.5})
         logger.close()
         return logger.run.id
@@ -137,6 +178,8 @@ def test_wandb_logs_offline_and_a_resumed_run_keeps_its_id(
     assert written.count(b"0.15625") >= 2
     for value in (b"grad_norm", b"0.5", b"1.5"):
         assert value in written
+    (page,) = tmp_path.glob(f"wandb/offline-run-*-{first}/files/media/html/first_sample*.html")
+    assert page.read_text() == "<pre>⟦&lt;a&gt;⟧</pre>"
 
 
 def test_wandb_marks_a_run_that_fails_as_failed() -> None:

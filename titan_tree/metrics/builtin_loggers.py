@@ -200,5 +200,9 @@ class TensorBoardLogger(Logger):
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
 
+    def sample(self, text: str) -> None:
+        indented = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown shows it as it is
+        self.writer.add_text("first_sample", indented, 0)
+
     def close(self) -> None:
         self.writer.close()

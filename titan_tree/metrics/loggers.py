@@ -31,6 +31,9 @@ class Logger:
         """Records the values of a step, which counts from 1."""
         raise NotImplementedError
 
+    def sample(self, text: str) -> None:
+        """Records the first sample of a new run, in which the trained tokens are marked."""
+
     def advance(self, step: int) -> None:
         """Shows progress. It is called when training starts and after every step, logged or not."""
 
@@ -53,6 +56,10 @@ class Loggers(Logger):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for logger in self.loggers:
             logger.log(step, values)
+
+    def sample(self, text: str) -> None:
+        for logger in self.loggers:
+            logger.sample(text)
 
     def advance(self, step: int) -> None:
         for logger in self.loggers:

@@ -5,6 +5,7 @@ W&B's own environment variables configure it: WANDB_PROJECT, WANDB_ENTITY, WANDB
 
 from __future__ import annotations
 
+import html
 import os
 import sys
 import tomllib
@@ -51,6 +52,9 @@ class WandbLogger(Logger):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log(dict(values), step=step)
+
+    def sample(self, text: str) -> None:
+        self.run.log({"first_sample": wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)}, step=0)
 
     def close(self) -> None:
         # W&B shows a run as failed if an exception closes it.

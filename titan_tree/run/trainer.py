@@ -239,7 +239,10 @@ class Trainer:
     def log_sample(self) -> None:
         """Logs the first sample of the run as it is trained."""
         path = self.dataset.reader.paths(self.dataset.first_group())[0]
-        logger.info("first sample: %s", render_sample(path, self.tokenizer, SAMPLE_TOKENS).plain)
+        text = render_sample(path, self.tokenizer, SAMPLE_TOKENS).plain
+        logger.info("first sample: %s", text)
+        if self.loggers:
+            self.loggers.sample(text)
 
     def compile(self) -> None:
         """Compiles the graphs of a run before its first step, so that no later step waits for them."""
