@@ -111,6 +111,14 @@ def encoding_hint(content: bytes) -> str:
     return "; if it is Latin-1, convert it with iconv -f LATIN1 -t UTF-8"
 
 
+def missing_snapshot(folder: object) -> str:
+    """Returns what is wrong with a missing folder, and how to download what has the name of a hub id."""
+    name = str(folder)
+    is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith(".")
+    hint = f"; download it: hf download {name} --local-dir FOLDER, and name that folder" if is_id else ""
+    return f"no such folder; expected a local Hugging Face snapshot{hint}"
+
+
 def require_unicode(text: str, where: str) -> str:
     """Returns ``text``. Raises UserError, which begins with ``where``, for a lone surrogate."""
     try:

@@ -284,6 +284,7 @@ READERS: Registry[type[Reader]] = Registry(
         "anthropic": "titan_tree.data.readers.anthropic:AnthropicReader",
         "sharegpt": "titan_tree.data.readers.llama_factory:ShareGptReader",
         "alpaca": "titan_tree.data.readers.llama_factory:AlpacaReader",
+        "text_rows": "titan_tree.data.readers.text_rows:TextRowReader",
         "token_rows": "titan_tree.data.readers.token_rows:TokenRowReader",
         "tree": "titan_tree.data.readers.explicit_trees:ExplicitTreeReader",
         "verifiers": "titan_tree.data.readers.verifiers:VerifiersReader",

@@ -158,6 +158,7 @@ def test_links_that_a_pattern_would_follow_again_and_again_are_refused(tmp_path,
 def test_names_that_lead_to_no_file_are_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("fifo")
+    (tmp_path / "t.csv").write_text("a,b\n")
     os.symlink("nowhere", "broken")
     os.symlink("loop", "loop")
     reasons = {
@@ -168,14 +169,21 @@ def test_names_that_lead_to_no_file_are_one_line(tmp_path, monkeypatch):
         "loop": "cannot be read: Too many levels of symbolic links",
         "a" * 300: "cannot be read: File name too long",
         "a\0b": "cannot be read: embedded null byte",
-        "x\udce9\x1b\n*": "no such file",
-        "-": "no such file",
+        "x\udce9\x1b\n*": f"no such file in {tmp_path}",
+        "-": f"no such file in {tmp_path}",
+        "fifp": "no such file; did you mean fifo?",
+        "a,b": "no such file; separate several files by spaces, or in a configuration as a list: "
+        "[a.jsonl, b.jsonl]",
     }
     for name, reason in reasons.items():
         for format in ("auto", "jsonl"):
             with pytest.raises(UserError) as error:
                 read([name], format=format)
             assert str(error.value) == f"{printable('broken' if name == 'b*' else name)}: {reason}"
+    with pytest.raises(
+        UserError, match=r"t\.csv: expected JSON Lines, JSON or Parquet, got a table as text; "
+    ):
+        read(["t.csv"])
 
 
 def test_a_name_that_is_not_unicode_is_read(tmp_path):

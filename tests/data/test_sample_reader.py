@@ -8,7 +8,8 @@ from tests.support.cases import for_each
 from tests.support.datasets import sample_reader
 from tests.support.formats import write_lines
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.data.sample_reader import NO_LIMITS
+from titan_tree.config import DataConfig
+from titan_tree.data.sample_reader import NO_LIMITS, SampleReader
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import ExpertSizes, ModelLimits, TokenPath
 
@@ -188,8 +189,8 @@ MALFORMED = {
     "broken json": ('{"tokens": [1,', "broken JSON"),
     "no object": ([1, 2], "expected one JSON object per line, got list"),
     "no sample": (
-        {"text": "hi"},
-        "expected one of the fields trajectories, messages, tokens, input_ids; got text",
+        {"txt": "hi"},
+        "expected one of the fields trajectories, messages, tokens, input_ids, text; got txt",
     ),
     "two kinds": ({"tokens": [1], "messages": []}, "got messages and tokens"),
     "no role": ({"messages": [{"content": "x"}]}, r"messages\[0\].role"),
@@ -326,3 +327,41 @@ def test_only_all_paths_of_preference_data_are_read(tmp_path):
     with pytest.raises(UserError) as error:
         read(file, paths="longest")
     assert str(error.value) == message
+
+
+def test_text_is_trained_as_it_is(tmp_path):
+    """Text, prompts with completions, and the logs of TRL and verl need no chat template."""
+    tokenizer, end = TreeTokenizer.byte_level(), "<|im_end|>"
+    columns = {"step": 1, "advantage": 0.5, "my_reward": 1.0}
+    rows = [
+        {"text": f"ab{end}"},
+        {"prompt": "a", "completion": f"b{end}"},
+        {"prompt": "a", "completion": f"b{end}", **columns},
+        {"input": "a", "output": f"b{end}", "gts": "b", "score": 0.25, "step": 3, "acc": 1},
+    ]
+    for number, row in enumerate(rows):
+        file = tmp_path / f"{number}.jsonl"
+        file.write_text(json.dumps(row) + "\n")
+        reader = SampleReader(DataConfig(files=[str(file)]), tokenizer)
+        (group,) = reader.groups()
+        assert group.records[0][1].get("reward") == row.get("score")
+        (path,) = reader.paths(group)
+        assert path.tokens.tolist() == [97, 98, 258]
+        assert path.loss_mask.tolist() == [number == 0, 1, 1]
+        if "advantage" in row:
+            assert set(path.advantage.tolist()) == {row["advantage"]}
+
+
+def test_all_problems_of_a_file_are_found(tmp_path):
+    file = tmp_path / "a.jsonl"
+    good = json.dumps({"messages": [*chat("x"), {"role": "assistant", "content": "y"}]})
+    file.write_text(f'{good}\n{{"mesages": []}}\n{{"messages"\n{good}\n{{"messages": []}}\n')
+    reader = SampleReader(DataConfig(files=[str(file)]), TreeTokenizer.byte_level())
+    found, num_good = reader.problems()
+    assert num_good == 2
+    assert sorted(str(error).removeprefix(str(file))[:12] for error in found) == [
+        ":2: expected",
+        ":3: broken J",
+        ":5: messages",
+    ]
+    assert any(str(error).endswith("did you mean 'messages' by 'mesages'?") for error in found)

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -62,6 +64,7 @@ UNFINISHED = {  # endings of answers, and what is trained of them
     "cut off": "trained without an end",
     "filtered": "not trained unless their weight is 1",
 }
+PROBLEMS = 20  # of a file, shown at once
 FILE_WIDTH = 160  # columns if the output is not a terminal
 
 
@@ -115,6 +118,39 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("--model: expected no --report or --show, which print no bound; remove one of them")
     costs = None if args.model is None else _model_costs(args.model)
     config = data_config(args)
+    try:
+        _show(args, config, costs)
+    except UserError:
+        found, good = _problems(args, config)
+        kinds = {re.sub(r"\d+", "", str(error)) for error in found}
+        if len(found) < 2 or (len(kinds) == 1 and not good):  # one mistake, perhaps in the arguments
+            raise
+        for error in found[:PROBLEMS]:
+            print(error, file=sys.stderr)
+        shown = "" if len(found) <= PROBLEMS else f"; the first {PROBLEMS} are above"
+        raise UserError(f"{', '.join(args.files)}: {len(found):,} problems{shown}") from None
+
+
+def _problems(args: argparse.Namespace, config: DataConfig) -> tuple[list[UserError], int]:
+    """Returns what is wrong with the rows of the files, and the number of groups that can be read.
+
+    There are no problems of rows if the files cannot be read for another reason.
+    """
+    logging.disable(logging.WARNING)  # shown before
+    try:
+        if args.tokenizer is not None:
+            tokenizer = TreeTokenizer.load(args.tokenizer, args.template)
+        else:
+            tokenizer = TreeTokenizer.byte_level(args.template or "chatml")
+        return SampleReader(config, tokenizer).problems()
+    except UserError:
+        return [], 0
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _show(args: argparse.Namespace, config: DataConfig, costs: ModelCosts | None) -> None:
+    """Prints what the arguments ask for. Raises UserError for malformed input."""
     tokenizer = _load_tokenizer(args, config)
     decodes = args.show is not None or args.report is not None
     vocab_size = tokenizer.vocab_size if tokenizer is not None and decodes else None

@@ -27,6 +27,7 @@ from titan_tree.data.schema import (
     TOKEN_FIELDS,
     TRAJECTORY_KINDS,
     check_record,
+    is_text,
     present_fields,
     record_name,
 )
@@ -312,12 +313,12 @@ def group_trajectories(group: Group, ignored: Set[str] = frozenset("*")) -> Iter
 
 
 def holds_conversations(group: Group) -> bool:
-    """Returns whether some trajectory of the group has messages, which only a tokenizer can read."""
-    records = [record for _, record in group.records]
-    for record in records:
+    """Returns whether some trajectory of the group has messages or text, which only a tokenizer can read."""
+    for _, record in group.records:
         trajectories = record.get("trajectories")
         records_of_task = trajectories if isinstance(trajectories, list) else [record]
-        if any(isinstance(r, dict) and r.get("messages") is not None for r in records_of_task):
+        own = [r for r in records_of_task if isinstance(r, dict)]
+        if any(r.get("messages") is not None or is_text(r) for r in own):
             return True
     return False
 

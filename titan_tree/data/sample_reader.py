@@ -10,6 +10,7 @@ import math
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,9 +18,9 @@ import numpy as np
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.components.tree_tokenizer.endings import ending
 from titan_tree.data.advantages import advantages, check_options, rollout_rewards
-from titan_tree.data.data_files import DataFiles, Group, Trajectory, group_trajectories
+from titan_tree.data.data_files import DataFiles, Group, Trajectory, group_records, group_trajectories
 from titan_tree.data.packing import longest_path
-from titan_tree.data.readers import Record
+from titan_tree.data.readers import DEMO, Record, read_records
 from titan_tree.data.readers.chat import marked
 from titan_tree.data.schema import (
     KNOWN,
@@ -28,6 +29,7 @@ from titan_tree.data.schema import (
     TRAJECTORY_KINDS,
     check_messages,
     check_record,
+    is_text,
     present_fields,
     record_name,
     refuse_fields,
@@ -75,7 +77,7 @@ class SampleReader(DataFiles):
         self.limits = limits if config.replay != "off" else limits._replace(experts=None)
         self.ignored = frozenset(config.ignore_fields)
         for name in config.ignore_fields:
-            if any(name in known for known in KNOWN.values()):
+            if any(name in known for kind, known in KNOWN.items() if kind != "a text"):
                 raise UserError(
                     f"data.ignore_fields: {name!r} is a field that is read; remove it from the list"
                 )
@@ -167,6 +169,28 @@ class SampleReader(DataFiles):
         TokenPath.join_rollout(chosen)  # other samples of the rollout are not trained
         return chosen
 
+    def problems(self) -> tuple[list[UserError], int]:
+        """Returns the errors of all rows and groups of the files, and the number of groups without one.
+
+        A group has at most one. An error that leaves the rest of a file unreadable is the last of its file.
+        """
+        found: list[UserError] = []
+        good = 0
+        for file in self.files:
+            if file == DEMO:  # has none
+                continue
+            try:
+                records = read_records(file, self.config.format, refuse=found.append)
+                for group in group_records(records, {}):
+                    try:
+                        self.paths(group)
+                        good += 1
+                    except UserError as error:
+                        found.append(error)
+            except UserError as error:
+                found.append(error)
+        return found, good
+
     def paths_by_trajectory(self, group: Group) -> list[tuple[Trajectory, list[TokenPath]]]:
         """Returns the trajectories of a group in file order, each with the paths of all its samples.
 
@@ -206,12 +230,11 @@ class SampleReader(DataFiles):
     def _trajectory_paths(self, trajectory: Trajectory) -> list[TokenPath]:
         _, name, record = trajectory
         kinds = [kind for kind in TRAJECTORY_KINDS if record.get(kind) is not None]
-        if len(kinds) != 1:
-            present = " and ".join(kinds) or ", ".join(record)[:60] or "an empty object"
-            raise UserError(
-                f"expected one of the fields trajectories, messages, tokens, input_ids; got {present}"
-            )
-        if kinds == ["messages"]:
+        if is_text(record):
+            paths = [self._text_path(name, record)]
+        elif len(kinds) != 1:
+            raise _wrong_kind(record, kinds)
+        elif kinds == ["messages"]:
             paths = self._conversation_paths(name, record)
         else:
             check_record(record, "token ids", self.ignored)
@@ -221,6 +244,21 @@ class SampleReader(DataFiles):
         for path in paths:
             path.check_limits(self.limits)
         return paths
+
+    def _text_path(self, name: str, record: Record) -> TokenPath:
+        """Returns the path of a text as it is. Its prompt is not trained, and no token is added."""
+        if self.tokenizer is None:
+            raise UserError("text: text needs a tokenizer, and none is set; set data.tokenizer")
+        check_record(record, "a text", self.ignored)
+        prompt, text = record.get("prompt") or "", record["text"]
+        if not isinstance(prompt, str):
+            raise wrong("prompt", "a string beside text", type(prompt).__name__)
+        if not text:
+            raise UserError("text: expected text to train on, got an empty string; remove the row")
+        context, trained = self.tokenizer.encode(prompt), self.tokenizer.encode(text)
+        self.endings[ending(record.get("finish_reason"), "finish_reason")] += 1
+        mask = [0] * len(context) + [1] * len(trained)
+        return TokenPath(context + trained, mask, id=name, **present_fields(record, PATH_FIELDS))
 
     def _conversation_paths(self, name: str, record: Record) -> list[TokenPath]:
         if self.tokenizer is None:
@@ -261,6 +299,21 @@ class SampleReader(DataFiles):
                 printable(place),
                 field,
             )
+
+
+def _wrong_kind(record: Record, kinds: Sequence[str]) -> UserError:
+    """Returns the error for a trajectory that has no field with its content, or several."""
+    expected = "expected one of the fields trajectories, messages, tokens, input_ids, text"
+    if isinstance(record.get("prompt"), list) and not kinds:
+        return UserError(
+            f"{expected}; got a prompt without an answer, as in the data sets of verl: sample answers first, "
+            "and give those (a completion, or verl's trainer.rollout_data_dir)"
+        )
+    present = " and ".join(kinds) or ", ".join(record)[:60] or "an empty object"
+    for field in record if not kinds else ():
+        if close := get_close_matches(field, ("trajectories", *TRAJECTORY_KINDS), n=1, cutoff=0.75):
+            return UserError(f"{expected}; got {present}; did you mean {close[0]!r} by {field[:60]!r}?")
+    return UserError(f"{expected}; got {present}")
 
 
 def _marked_messages(record: Record) -> Any:

@@ -7,7 +7,8 @@ trajectories can have:
     {"messages": [...], "tools"?, "turns"?, ...}                        a conversation
     {"tokens" or "input_ids": [...], "loss_mask"?, "old_logprobs"?, "ref_logprobs"?, "rollout_logprobs"?,
      "routed_experts"?, "sampling_mask"?, ...}                          token ids
-    {"trajectories": [trajectories of either kind], "tools"?, "turns"?, ...} a task
+    {"text": "...", "prompt"?, ...}                                     text without a chat template
+    {"trajectories": [trajectories of any kind], "tools"?, "turns"?, ...} a task
 
 docs/fields.md describes all fields. Every other field is an error, unless it is one of ``BOOKKEEPING`` or
 data.ignore_fields lists it.
@@ -23,7 +24,8 @@ from titan_tree.data.readers import Record
 from titan_tree.errors import UserError, shorten
 from titan_tree.tree.paths import LOGPROBS
 
-TRAJECTORY_KINDS = ("messages", "tokens", "input_ids")  # a trajectory has exactly one of these fields
+TRAJECTORY_KINDS = ("messages", "tokens", "input_ids")  # a trajectory has exactly one of these fields,
+TEXT = "text"  # or only this one
 LOGPROB_FIELDS = (*LOGPROBS, *(f"shifted_{name}" for name in LOGPROBS))
 TOKEN_FIELDS = ("loss_mask", *LOGPROB_FIELDS, "routed_experts", "sampling_mask")  # only beside token ids
 PATH_FIELDS = ("weight", "advantage", "temperature", "policy_version")  # of the TokenPaths of any trajectory
@@ -38,6 +40,7 @@ KNOWN = {  # the fields of each kind of record
         {"messages", "prompt_tokens", *OWN_FIELDS, *CONVERSATION_FIELDS, *PATH_FIELDS}
     ),
     "token ids": frozenset({"tokens", "input_ids", *OWN_FIELDS, *TOKEN_FIELDS, *PATH_FIELDS}),
+    "a text": frozenset({TEXT, "prompt", *OWN_FIELDS, *PATH_FIELDS}),
     "a task": frozenset({"trajectories", "group_id", "id", *INHERITED_FIELDS}),
 }
 MESSAGE_FIELDS = NORMALIZED_FIELDS | {"name", "tool_call_id", "weight"}
@@ -57,6 +60,9 @@ BOOKKEEPING = frozenset(  # names that say where data comes from; ignored in rec
     }
     | {"created_at", "timestamp", "metadata", "meta", "info", "extra_info", "tags", "category", "language"}
     | {"difficulty", "question", "answer", "search", "comment", "notes", "entropies"}
+    # Of stored completions and the logs of proxies:
+    | {"object", "created", "usage", "system_fingerprint", "service_tier", "request_id", "status_code"}
+    | {"latency", "latency_ms", "duration", "duration_ms", "cost", "provider"}
 )
 ADVICE = {  # what to do about fields that are probably meant to be read
     "labels": "not read; give unpadded tokens and a loss_mask (0: not trained on)",
@@ -83,6 +89,11 @@ _TYPES: Mapping[str, frozenset[type]] = {  # Python types of a field's value, or
     "temperature": _NUMBERS,
     **dict.fromkeys(LOGPROB_FIELDS, _NUMBERS | {type(None)}),
 }
+
+
+def is_text(record: Record) -> bool:
+    """Returns whether a trajectory is text without a chat template."""
+    return isinstance(record.get(TEXT), str) and not any(map(record.get, TRAJECTORY_KINDS))
 
 
 def present_fields(record: Record, names: Iterable[str]) -> Record:

@@ -10,6 +10,7 @@ Two characters that Unicode reserves for internal use mark a text span in the re
 
 from __future__ import annotations
 
+import difflib
 import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,8 +24,15 @@ from titan_tree.errors import UserError, require_unicode
 
 BUILT_IN = ("chatml", "qwen3")
 MAX_SOURCE = 1 << 18  # characters of a template
+SETTINGS = ("turns", "text_before_calls_is_reasoning")  # of samples, beside a template's variables
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # the marks of text spans, which sandbox.py makes
 _MARKS = re.compile(f"[{OPEN}{CLOSE}]")
+
+
+def _hint(name: str) -> str:
+    """Returns which setting of samples was probably meant by an unknown variable."""
+    close = difflib.get_close_matches(name, SETTINGS, n=1)
+    return f", did you mean {close[0]!r}" if close else ""
 
 
 class ChatTemplate:
@@ -119,8 +127,8 @@ class ChatTemplate:
         """
         if unknown := sorted(variables.keys() - self.variables):
             raise UserError(
-                f"chat template {self.name}: the template reads no variable {unknown[0]!r}; remove it, or "
-                "correct its name"
+                f"chat template {self.name}: the template reads no variable {unknown[0]!r}"
+                f"{_hint(unknown[0])}; remove it, or correct its name"
             )
         if (name := self._reasoning_field) not in (None, "reasoning_content"):
             messages = [

@@ -30,7 +30,7 @@ from titan_tree.components.tree_tokenizer.vocabulary import (
     read_json,
     read_tiktoken,
 )
-from titan_tree.errors import UserError, errors_at, shorten
+from titan_tree.errors import UserError, errors_at, missing_snapshot, shorten
 from titan_tree.plugins import import_attribute, is_import_string
 from titan_tree.tree.paths import TokenPath
 
@@ -108,7 +108,9 @@ class TreeTokenizer:
         Raises:
             UserError: a missing or malformed file, or a tokenizer that the library ``tokenizers`` rejects.
         """
-        folder = Path(folder)
+        folder = Path(folder).expanduser()
+        if not folder.exists():
+            raise UserError(f"{folder}: {missing_snapshot(folder)}")
         config_file = folder / "tokenizer_config.json"
         config = read_json(config_file) if os.path.lexists(config_file) else {}
         if template is None:

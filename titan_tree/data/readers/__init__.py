@@ -15,6 +15,7 @@ sessions     the events of a coding agent -> a record: sessions.py, claude_code.
 from __future__ import annotations
 
 import codecs
+import difflib
 import glob
 import os
 import re
@@ -57,6 +58,7 @@ class Source:
         path: the file or folder. The places of records begin with it.
         open_file: opens a file for reading; a progress bar wraps files here.
         skipped: counts what readers of sessions leave out, such as events without a message, by its kind.
+        refuse: gets the error of each broken row. By default, the first one is raised.
         skips_broken: whether broken events of sessions are counted in ``skipped``. By default, they raise.
     """
 
@@ -64,6 +66,7 @@ class Source:
     open_file: OpenFile = open_binary
     skipped: Counter[str] = field(default_factory=Counter)
     skips_broken: bool = False
+    refuse: Callable[[UserError], None] | None = None
 
     @property
     def is_folder(self) -> bool:
@@ -132,7 +135,7 @@ def find_files(files: Sequence[str]) -> list[str]:
     if not files:
         raise UserError("data.files: expected at least one path or glob pattern, got none")
     paths: list[str] = []
-    for name in files:
+    for name in map(os.path.expanduser, files):
         is_path = name == DEMO or os.path.lexists(name)
         if not is_path and "**" in name:
             _refuse_loops(name)
@@ -160,10 +163,21 @@ def _require_existing(path: str) -> None:
     try:
         os.stat(path)
     except FileNotFoundError:
-        reason = "the link leads to no file" if os.path.islink(path) else "no such file"
+        reason = "the link leads to no file" if os.path.islink(path) else f"no such file{_hint(path)}"
         raise UserError(f"{path}: {reason}") from None
     except (OSError, ValueError) as error:  # such as a name that is too long
         raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', error)}") from None
+
+
+def _hint(path: str) -> str:
+    """Returns what may have been meant by the path of a file that does not exist."""
+    folder, name = os.path.split(path)
+    if "," in name:
+        return "; separate several files by spaces, or in a configuration as a list: [a.jsonl, b.jsonl]"
+    with suppress(OSError):
+        if close := difflib.get_close_matches(name, os.listdir(folder or "."), n=1):
+            return f"; did you mean {os.path.join(folder, close[0])}?"
+    return "" if os.path.isabs(path) else f" in {os.getcwd()}"
 
 
 def read_records(
@@ -172,6 +186,7 @@ def read_records(
     open_file: OpenFile = open_binary,
     skipped: Counter[str] | None = None,
     skips_broken: bool = False,
+    refuse: Callable[[UserError], None] | None = None,
 ) -> Iterator[tuple[Place, Record]]:
     """Yields the records of a data file, each with its place. The file may be compressed.
 
@@ -179,7 +194,7 @@ def read_records(
         file: a path, or "demo" for the bundled sample.
         format: the name of a reader, or "auto".
         open_file: opens the file for reading; a progress bar wraps the file here.
-        skipped, skips_broken: see ``Source``.
+        skipped, skips_broken, refuse: see ``Source``.
 
     Raises:
         UserError: an unknown format, an unreadable or damaged file, malformed content, or no record at all.
@@ -187,7 +202,12 @@ def read_records(
     if file == DEMO:
         yield from ((f"{DEMO}:{number}", record) for number, record in enumerate(demo.records(), start=1))
         return
-    source = Source(file, open_file, Counter() if skipped is None else skipped, skips_broken)
+    if format == AUTO and file.lower().endswith((".csv", ".tsv")):
+        raise UserError(
+            f"{file}: expected JSON Lines, JSON or Parquet, got a table as text; convert it, for example "
+            "with pandas: read_csv(FILE).to_json('rows.jsonl', orient='records', lines=True)"
+        )
+    source = Source(file, open_file, Counter() if skipped is None else skipped, skips_broken, refuse)
     place = None
     try:
         name = _recognized_format(source) if format == AUTO else format

@@ -43,7 +43,7 @@ def rows(source: Source) -> Iterator[tuple[Place, Record]]:
         yield from arrow_rows(source)
     elif not _is_document(source.head):
         with source.open() as file:
-            yield from json_objects(file, source.path)
+            yield from json_objects(file, source.path, source.refuse)
     elif isinstance(document := load_document(source), dict):
         yield source.path, document
     else:

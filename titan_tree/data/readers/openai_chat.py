@@ -21,7 +21,10 @@ from titan_tree.data.readers.chat import (
 )
 from titan_tree.data.readers.containers import first_rows
 from titan_tree.data.readers.row_reader import PAIR_COLUMNS, RowReader, expect
+from titan_tree.data.readers.text_rows import is_trl_log, log_fields
 from titan_tree.errors import UserError
+
+ASKED = ("messages", "tools", "functions", "temperature", "continue_final_message", *REQUEST_FIELDS)
 
 
 class OpenAIChatReader(RowReader):
@@ -29,12 +32,13 @@ class OpenAIChatReader(RowReader):
 
         {"messages": [...], "tools" or "functions"?}
         {"request": {"messages": [...], ...}, "response": {"choices": [{"message": {...}}]}}
+        {"messages": [...], ..., "choices": [{"message": {...}}], ...}
         {"prompt": [messages], "completion": [messages]}
         {"prompt"?: [messages], "chosen": [messages], "rejected": [messages]}
 
     Legacy ``function_call`` and role "function" become tool calls and role "tool", and role "developer"
     becomes "system". A ``refusal`` is the text of its message. Several choices become trajectories. Of the
-    last three forms, only the response or completion is trained. A preference pair becomes a task of two
+    last four forms, only the response or completion is trained. A preference pair becomes a task of two
     trajectories; without a prompt, the messages that both answers begin with are the prompt.
     A ``finish_reason`` says how an answer ended. With ``continue_final_message`` in the request, or
     ``prefix`` in its last message, the answer continues that message.
@@ -61,6 +65,10 @@ class OpenAIChatReader(RowReader):
     def convert(self, row: Record) -> Record:
         if row.get("request") is not None:
             return self._pair(row)
+        if isinstance(row.get("choices"), list) and "messages" in row:  # a request with its response, merged
+            asked = {name: row[name] for name in ASKED if name in row}
+            response = {"choices": row["choices"]}
+            return self._pair(without(row, (*ASKED, "choices")) | {"request": asked, "response": response})
         if any(row.get(name) is not None for name in PAIR_COLUMNS):
             return self._preference_pair(row)
         if row.get("completion") is not None and row.get("messages") is None:
@@ -106,7 +114,10 @@ class OpenAIChatReader(RowReader):
         prompt = converted_messages(row.get("prompt"), "prompt")
         self._warn_about_turns(prompt)
         completion = converted_messages(row["completion"], "completion")
-        record = converted_request(without(row, ("prompt", "completion")))
+        others = without(row, ("prompt", "completion"))
+        if is_trl_log(row):
+            others = log_fields(self, without(others, ("step",)))
+        record = converted_request(others)
         return joined(record, answered(prompt, completion))
 
     def _preference_pair(self, row: Record) -> Record:

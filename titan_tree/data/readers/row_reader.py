@@ -51,17 +51,25 @@ class RowReader(Reader):
     def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
         self.path = source.path
         for place, row in self.rows(source):
-            with errors_at(place):
-                if any(map(asks_for_schema, (row, row.get("request")))):
-                    self.warn(ANSWER_SCHEMA)
-                refuse_columns(row, PAIR_COLUMNS if self.reads_pairs else ())
-                record = self.convert(decoded_columns(row))
-                if not isinstance(record, dict):
-                    name = type(self).__name__
-                    raise UserError(
-                        f"{name}.convert: expected a dict, got {type(record).__name__}; return a record"
-                    )
+            try:
+                with errors_at(place):
+                    record = self._record(row)
+            except UserError as error:
+                if source.refuse is None:
+                    raise
+                source.refuse(error)
+                continue
             yield place, record
+
+    def _record(self, row: Record) -> Record:
+        if any(map(asks_for_schema, (row, row.get("request")))):
+            self.warn(ANSWER_SCHEMA)
+        refuse_columns(row, PAIR_COLUMNS if self.reads_pairs else ())
+        record = self.convert(decoded_columns(row))
+        if not isinstance(record, dict):
+            name = type(self).__name__
+            raise UserError(f"{name}.convert: expected a dict, got {type(record).__name__}; return a record")
+        return record
 
     def rows(self, source: Source) -> Iterator[tuple[Place, Record]]:
         """Yields the rows of a file, each with its place."""

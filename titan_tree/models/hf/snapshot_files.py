@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from titan_tree.config.files import regular
 from titan_tree.data.readers.strict_json import parse_json
-from titan_tree.errors import UserError, shorten
+from titan_tree.errors import UserError, missing_snapshot, shorten
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -28,7 +28,7 @@ MAX_JSON_BYTES = 1 << 27  # an index of a million tensors is smaller
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file of a snapshot. Raises UserError if the file is missing or damaged."""
     if not os.path.isdir(path.parent):
-        raise UserError(f"{path.parent}: no such folder; expected a local Hugging Face snapshot")
+        raise UserError(f"{path.parent}: {missing_snapshot(path.parent)}")
     try:
         with open(path, "rb", opener=regular) as file:
             if (size := os.fstat(file.fileno()).st_size) > MAX_JSON_BYTES:
