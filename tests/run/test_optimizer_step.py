@@ -17,10 +17,41 @@ from torch.optim.lr_scheduler import ConstantLR
 
 from tests.support.cases import for_each
 from tests.support.tiny_run import VOCAB, tiny_config, train
+from titan_tree.errors import UserError
 from titan_tree.models.decoder import build_model
 from titan_tree.registry import METRICS
+from titan_tree.run import memory_check
 from titan_tree.run.optimizer_step import OptimizerStep
 from titan_tree.scoring.score_trees import tree_logprobs
+
+
+def test_a_gradient_that_stays_zero_and_repeated_groups_are_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = {"tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "advantage": 0}
+    (tmp_path / "data.jsonl").write_text(json.dumps(record) + "\n")
+    options = {"loss__name": "reinforce", "training__steps": 12, "metrics__loggers": "[csv]"}
+    train(tiny_config(tmp_path, **options, data__global_batch_groups=2))
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == [
+        "data.global_batch_groups: 2, but the data have only 1 groups, so each step repeats groups; set it "
+        "to at most 1",
+        "steps 1 to 5: the gradient is 0, so nothing is learned; check that advantages are not all 0 (groups "
+        "whose rewards are equal), and that ratios are not all clipped",
+    ]
+
+
+def test_a_run_that_cannot_fit_is_refused_before_its_model_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"model__overrides": "{}", "model__flavor": "8B", "optimizer__name": "adamw"}
+    monkeypatch.setattr(memory_check, "host_memory", lambda: 122.0 * 2**30)
+    with pytest.raises(UserError, match=r"8,190,735,360 parameters need at least 122 GiB .* the 122 GiB of"):
+        train(tiny_config(tmp_path, **options))
+    with torch.device("meta"):
+        model = build_model("qwen3", "8B")
+    config = tiny_config(tmp_path, **options)
+    assert memory_check.least_bytes(config, model) == 16 * 8_190_735_360
 
 
 @for_each(

@@ -18,6 +18,7 @@ from titan_tree/registry.py.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 from titan_tree.config.checks import require
@@ -46,10 +47,19 @@ __all__ = [
     "ValidationConfig",
 ]
 
+# Keys with one path, which may begin with ~: (table, key). ``find_files`` expands those of data files.
+PATHS = (
+    ("", "folder"),
+    ("model", "hf_path"),
+    ("data", "tokenizer"),
+    ("data", "template"),
+    ("lora", "adapter"),
+)
+
 
 def check_warmup(warmup_steps: int, steps: int) -> None:
     """Raises UserError if the warm-up is longer than the run."""
-    expected = f"at most the {steps} steps of the run"
+    expected = f"at most the {steps} steps of the run (lower it as well)"
     require(warmup_steps <= steps, "lr_scheduler.warmup_steps", expected, warmup_steps)
 
 
@@ -80,6 +90,10 @@ class Config:
     def __post_init__(self) -> None:
         if self.training.steps is not None:
             check_warmup(self.lr_scheduler.warmup_steps, self.training.steps)
+        for table, name in PATHS:
+            owner = getattr(self, table) if table else self
+            if isinstance(path := getattr(owner, name), str):
+                setattr(owner, name, os.path.expanduser(path))
         require(self.folder.strip(), "folder", "a path", repr(self.folder))
         # ModelConfig cannot check this: the default of the key is ModelConfig(), where both are unset.
         require(

@@ -125,7 +125,9 @@ class ValidationConfig(Checked, table="validation"):
     """Held-out files to score during training, with all their paths. Other keys of [data] apply, too."""
 
     files: Any = setting(None, PATHS)  # A path, a glob pattern or a list of them. Default: no validation.
-    interval: int = setting(100, at_least(1))  # Steps between validations. The last step validates, too.
+    interval: int = setting(
+        100, at_least(0)
+    )  # Steps between validations. The last step validates, too. 0: none.
 
     def __post_init__(self) -> None:
         if isinstance(self.files, str):

@@ -110,7 +110,7 @@ class TreeLightningModule(L.LightningModule):
     def configure_callbacks(self) -> list[L.Callback]:
         """Checks the settings of Lightning's Trainer, which calls this before anything else."""
         _check_trainer(self.trainer, self.config)
-        if self.config.validation.files is None:
+        if self.config.validation.files is None or not self.config.validation.interval:
             self.trainer.limit_val_batches = 0
         else:
             self.trainer.val_check_interval = self.config.validation.interval
@@ -428,7 +428,7 @@ def _check_trainer(trainer: L.Trainer, config: Config) -> None:
             "strategy", "'auto' on one rank", "ModelParallelStrategy", "remove it: there is nothing to shard"
         )
     interval = config.validation.interval
-    if config.validation.files is not None and trainer.val_check_interval not in (1.0, interval):
+    if config.validation.files is not None and interval and trainer.val_check_interval not in (1.0, interval):
         fix = "set validation.interval in the configuration"
         refuse("val_check_interval", f"None or {interval}", trainer.val_check_interval, fix)
     if config.training.deterministic and not torch.are_deterministic_algorithms_enabled():

@@ -139,7 +139,7 @@ def build_validation(
     config: Config, tokenizer: TreeTokenizer | None, model: TreeModel, mesh: DeviceMesh | OneRank
 ) -> TreeDataset | None:
     """Returns one epoch of the validation files in their own order, or None if there are none."""
-    if config.validation.files is None:
+    if config.validation.files is None or not config.validation.interval:
         return None
     files = config.validation.files
     data = dataclasses.replace(config.data, files=files, paths="all", weights=None, shuffle_buffer=0)

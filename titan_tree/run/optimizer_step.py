@@ -33,6 +33,9 @@ from titan_tree.metrics import StepReport, logprob_gaps
 logger = logging.getLogger(__name__)
 
 
+ZERO_STEPS = 5  # steps in a row without a gradient that are worth a warning
+
+
 class Update(NamedTuple):
     """The outcome of a step's passes and of its update of the weights."""
 
@@ -76,6 +79,7 @@ class OptimizerStep:
     bad_steps_in_a_row: int = 0
     is_on_policy: bool = False
     _has_warned: bool = field(default=False, init=False)
+    _zero_steps: int = field(default=0, init=False)  # in a row, up to the newest step
 
     def __post_init__(self) -> None:
         self._exchange = ExchangeTimer(self.tree_step.model, self.tree_step.device)
@@ -112,6 +116,7 @@ class OptimizerStep:
             balance = self.balancing.finish_step(step, step_input, sizes, is_good=updated is not None)
         if updated is None:
             return None
+        self._count_zeros(step, updated.grad_norm)
         report = StepReport(
             **updated._asdict(),
             lr=lr,
@@ -160,6 +165,19 @@ class OptimizerStep:
             exchange_seconds=exchange,
             optimizer_seconds=clock.seconds(passes_done, optimizer_done),
         )
+
+    def _count_zeros(self, step: int, grad_norm: float) -> None:
+        """Warns once if the gradient has been 0 for ``ZERO_STEPS`` steps in a row."""
+        if self._zero_steps >= ZERO_STEPS:  # warned
+            return
+        self._zero_steps = 0 if grad_norm else self._zero_steps + 1
+        if self._zero_steps == ZERO_STEPS and rank() == 0:
+            logger.warning(
+                "steps %d to %d: the gradient is 0, so nothing is learned; check that advantages are not all "
+                "0 (groups whose rewards are equal), and that ratios are not all clipped",
+                step - ZERO_STEPS + 1,
+                step,
+            )
 
     def _check_logprobs(self, step: int, report: StepReport) -> None:
         """Warns if the weights before the step cannot have computed the log-probs of the paths."""

@@ -62,6 +62,7 @@ from titan_tree.run.build import (
     warm_up,
 )
 from titan_tree.run.folder import RunFolder, describe_data, introduction, summary
+from titan_tree.run.memory_check import check_memory
 from titan_tree.run.model_setup import build_parallel_model, describe_architecture
 from titan_tree.run.optimizer_step import OptimizerStep
 from titan_tree.run.rank_facts import check_ranks
@@ -141,6 +142,7 @@ class Trainer:
         for name in config.metrics.loggers:
             LOGGERS[name]  # imports its package
 
+        check_memory(config, self.mesh, self.device)
         self.model = build_parallel_model(
             config.model, config.training, config.parallel, self.mesh, config.lora
         )
@@ -215,6 +217,14 @@ class Trainer:
         logger.info(introduction(config, self.model, ranks, self.device, self.num_steps, done))
         if self.data_sizes:
             logger.info(describe_data(self.data_sizes, config.data.global_batch_groups))
+            if config.data.files and self.data_sizes.groups < config.data.global_batch_groups:
+                logger.warning(
+                    "data.global_batch_groups: %d, but the data have only %d groups, so each step repeats "
+                    "groups; set it to at most %d",
+                    config.data.global_batch_groups,
+                    self.data_sizes.groups,
+                    self.data_sizes.groups,
+                )
         if self.loggers and not done:
             self.log_sample()
         inputs = self.inputs()  # the first ones are made while the model compiles
@@ -297,8 +307,9 @@ class Trainer:
 
     def validate(self, step: int) -> dict[str, float]:
         """Scores the validation files if they are due after ``step``."""
-        is_due = step % self.config.validation.interval == 0 or step == self.num_steps
-        if not self.validation_inputs or not is_due:
+        if not self.validation_inputs:
+            return {}
+        if step % self.config.validation.interval and step != self.num_steps:
             return {}
         return score_validation(self.tree_step, self.validation_inputs)
 
