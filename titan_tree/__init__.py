@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from titan_tree.tree.token_tree import TokenTree as TokenTree
     from titan_tree.tree.token_tree import TreeStats as TreeStats
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {  # public name -> the module that defines it
     "TreeAttention": "titan_tree.components.tree_attention",
@@ -100,6 +100,7 @@ _MOVED = {  # modules that the documentation of version 0.1.0 named -> their suc
     "integrations.samples": "integrations.frameworks",
     "integrations.skyrl": "integrations.frameworks",
     "integrations.slime": "integrations.frameworks",
+    "integrations.trl": "integrations.hugging_face",
     "leaving": "run.stopping",
     "model_setup": "run.model_setup",
     "models.attention": "models.block",

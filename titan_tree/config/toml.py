@@ -36,6 +36,7 @@ C = TypeVar("C", bound=Config)
 D = TypeVar("D", bound="DataclassInstance")
 Table = dict[str, Any]  # keys and values as TOML or YAML has them
 
+PACKAGED = Path(__file__).parents[1] / "train_configs"  # in a checkout, a link to train_configs/
 # Keys of earlier versions, and the setting that replaced each one.
 RENAMED = {
     "metrics.csv": 'metrics.loggers, a list of names: add or remove "csv"',
@@ -72,7 +73,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Returns the configuration of a TOML file, with overrides applied.
 
     Args:
-        path: the TOML file.
+        path: the TOML file, or the name of one in train_configs/, such as ``demo``.
         overrides: ``table.key=value`` arguments; leading dashes are ignored. Values follow YAML: ``3``,
             ``1e-4``, ``true``, ``null``, ``[a, b]``. ``model.overrides={}`` removes the file's overrides.
     Raises:
@@ -143,7 +144,18 @@ def _toml_value(value: object) -> str:
 
 def _read(path: str | Path, overrides: Sequence[str]) -> list[tuple[str, Table]]:
     """Returns the tables of the file and of each argument, with a name for error messages."""
+    path = find_config(path)
     return [(str(path), _read_file(path)), *map(_read_argument, overrides)]
+
+
+def find_config(path: str | Path) -> str | Path:
+    """Returns ``path``, or the packaged file that it names: ``demo`` is train_configs/demo.toml.
+
+    A file of that name in the working directory comes first.
+    """
+    name = str(path)
+    packaged = PACKAGED / f"{name}.toml"
+    return packaged if "/" not in name and packaged.is_file() and not Path(name).is_file() else path
 
 
 def _read_file(path: str | Path) -> Table:
