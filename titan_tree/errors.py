@@ -2,6 +2,7 @@
 
 import base64
 import difflib
+import os
 import re
 import reprlib
 from collections.abc import Iterable, Sequence
@@ -114,6 +115,8 @@ def encoding_hint(content: bytes) -> str:
 def missing_snapshot(folder: object) -> str:
     """Returns what is wrong with a missing folder, and how to download what has the name of a hub id."""
     name = str(folder)
+    if os.path.isfile(name):
+        return "expected a local Hugging Face snapshot, got a file; name the folder that holds it"
     is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith(".")
     hint = f"; download it: hf download {name} --local-dir FOLDER, and name that folder" if is_id else ""
     return f"no such folder; expected a local Hugging Face snapshot{hint}"

@@ -216,7 +216,7 @@ def test_context_parallel_is_another_name_of_sequence_parallel(file: Path) -> No
 def test_a_table_of_another_command_is_named(file: Path) -> None:
     file.write_text("[lightning.trainer]\nmax_steps = 3")
     command = "titan-tree train --trainer lightning"
-    wrong = ["x.toml", f"unknown key 'lightning'; this table is for {command}; remove"]
+    wrong = ["x.toml", f"unknown key 'lightning'; this table is for {command}; start that, or remove"]
     assert_says(lambda: load_config(file), wrong)
 
 

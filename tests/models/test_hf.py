@@ -186,6 +186,7 @@ def test_a_sliding_window_that_no_layer_uses_is_accepted(snapshot):
     ("broken", "message"),
     [
         (shutil.rmtree, "no such folder"),
+        (lambda f: (shutil.rmtree(f), f.write_text("")), "got a file; name the folder that holds it"),
         (lambda f: (f / "config.json").unlink(), r"config.json: no such file"),
         (
             lambda f: (f / "config.json").rename(f / "adapter_config.json"),

@@ -36,5 +36,5 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         write_page(payload([tree_payload("a", PATHS, [1.0, 0.0])]), tmp_path / "none" / "page.html")
     assert str(error.value) == (
         f"{tmp_path}/none/page.html: the page cannot be written: No such file or directory; "
-        "create its folder, or name another file"
+        "name a file in a folder that exists"
     )

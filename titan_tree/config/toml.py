@@ -252,7 +252,7 @@ class _Schema(NamedTuple):
         if key in RENAMED:
             return f"{key!r} was replaced by {RENAMED[key]}"
         if key in COMMANDS:
-            return f"unknown key {key!r}; this table is for {COMMANDS[key]}; remove it here"
+            return f"unknown key {key!r}; this table is for {COMMANDS[key]}; start that, or remove the table"
         siblings = [field.name for field in dataclasses.fields(self.tables[table])]
         hints = [other for other in (*self.types, *self.tables) if name and other.rpartition(".")[2] == name]
         if not hints:

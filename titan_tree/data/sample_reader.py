@@ -313,7 +313,8 @@ def _wrong_kind(record: Record, kinds: Sequence[str]) -> UserError:
     for field in record if not kinds else ():
         if close := get_close_matches(field, ("trajectories", *TRAJECTORY_KINDS), n=1, cutoff=0.75):
             return UserError(f"{expected}; got {present}; did you mean {close[0]!r} by {field[:60]!r}?")
-    return UserError(f"{expected}; got {present}")
+    hint = "" if kinds else "; a file has rows of one format of docs/data.md"
+    return UserError(f"{expected}; got {present}{hint}")
 
 
 def _marked_messages(record: Record) -> Any:

@@ -42,7 +42,7 @@ def write_page(payload: Mapping[str, Any], path: Path) -> None:
         path.write_text(page, encoding="utf-8", errors="replace")  # names of files may hold other bytes
     except OSError as error:
         raise UserError(
-            f"{path}: the page cannot be written: {error.strerror}; create its folder, or name another file"
+            f"{path}: the page cannot be written: {error.strerror}; name a file in a folder that exists"
         ) from None
 
 
