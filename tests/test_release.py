@@ -1,6 +1,7 @@
 """The archives of a release: what they contain, and the command that they install."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from titan_tree import UserError, __version__, load_config
 
@@ -92,3 +94,26 @@ def test_a_file_comes_before_the_packaged_configuration_of_its_name(
         load_config("demo")
     with pytest.raises(UserError, match=r"^demos/demo: cannot be read: No such file or directory$"):
         load_config("demos/demo")
+
+
+def test_workflows_and_the_container_file_name_files_that_exist() -> None:
+    commands = []
+    for file in ("ci.yml", "gpu.yml"):
+        workflow = yaml.safe_load((ROOT / ".github/workflows" / file).read_text())
+        assert set(workflow) == {"name", True, "permissions", "jobs"}  # YAML reads "on" as true
+        (job,) = workflow["jobs"].values()
+        commands += [shlex.split(step["run"], comments=True) for step in job["steps"] if "run" in step]
+    scripts = [words for words in commands if "/" in words[0]]
+    assert [words[0] for words in scripts] == [".ci/run", "./scripts/test.sh", "./scripts/test.sh"]
+    for words in scripts:
+        assert os.access(ROOT / words[0], os.X_OK)
+        assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
+    torch = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"][0]
+    assert ["pip", "install", torch, "--index-url", "https://download.pytorch.org/whl/cpu"] in commands
+
+    copied = []
+    for line in (ROOT / "Containerfile").read_text().splitlines():
+        if line.startswith("COPY "):
+            copied += line.split()[1:-1]
+    assert {"pyproject.toml", "constraints.txt", "titan_tree", "train_configs"} <= set(copied)
+    assert all((ROOT / name).exists() for name in copied)

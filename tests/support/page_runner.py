@@ -30,7 +30,8 @@ from titan_tree.data.sample_reader import SampleReader
 from titan_tree.registry import Registry
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")]
+PAGES = [*ROOT_PAGES, *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = ("python", "bash", "toml", "json")
 
 
