@@ -180,7 +180,7 @@ CONVERSATION = [{"role": "user", "content": "Hi <"}, {"role": "assistant", "cont
 
 
 def prepare(work: Path) -> None:
-    import titan_tree.cli.inspect  # noqa: F401
+    import titan_tree.cli.inspect.tables  # noqa: F401
 
 
 def trial(kind: str, draw: random.Random, work: Path, folder: Path) -> str:

@@ -1,5 +1,7 @@
 """titan-tree: its verbs, and how one is added."""
 
+import argparse
+import subprocess
 import sys
 import types
 
@@ -16,6 +18,32 @@ def test_help_lists_the_verbs_without_importing_them(capsys, monkeypatch):
     assert exit.value.code == 0
     assert "inspect" in out
     assert "a verb whose module does not exist" in out
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_help_shows_examples_and_every_default_but_no_source_file(verb):
+    parser = cli._parser(verb)._subparsers._group_actions[0].choices[verb]
+    text = " ".join(parser.format_help().split())
+    assert f"\ntitan-tree {verb}" in parser.description
+    assert ".py" not in text
+    for action in parser._actions:
+        assert action.help
+        default = action.default
+        if action.option_strings and default not in (None, [], argparse.SUPPRESS) and default is not False:
+            assert f"(default: {default})" in text, action.dest
+
+
+def test_help_of_every_verb_imports_no_large_package():
+    code = (
+        "import contextlib, sys\n"
+        "from titan_tree import cli\n"
+        "for verb in cli.VERBS:\n"
+        "    with contextlib.suppress(SystemExit): cli.main([verb, '--help'])\n"
+        "large = {'torch', 'numpy', 'rich', 'omegaconf', 'tokenizers', 'jinja2', 'transformers'}\n"
+        "sys.exit(str(large & set(sys.modules)) if large & set(sys.modules) else 0)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_a_new_verb_is_one_module_and_one_line(capsys, monkeypatch):

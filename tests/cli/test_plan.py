@@ -62,7 +62,9 @@ def test_the_report_fits_80_columns_and_adds_up(capsys, tmp_path, monkeypatch):
     assert titles == ["run", "GiB on the fullest GPU", "seconds of a step", "suggested [parallel]", "notes"]
     assert "fits" in out
     assert not list(tmp_path.iterdir())  # nothing is written
-    found = plan(capsys, DEMO, "--gpus", "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # the default of --gpus
+    found = plan(capsys, DEMO)
+    assert (found["gpus"], found["gpu"]) == (2, "H200")
     assert found["memory_sum"] == pytest.approx(sum(found["memory"].values()))
     assert found["seconds_sum"] == pytest.approx(sum(found["seconds"].values()))
     assert found["parameters"] == 459_520

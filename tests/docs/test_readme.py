@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_tree.cli.inspect import Sizes, _model_costs
+from titan_tree.cli.data_arguments import named_model
+from titan_tree.cli.inspect.tables import Sizes
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
@@ -22,7 +23,7 @@ SHARED = {  # paths, tokens that all of them share, tokens of one alone
 
 @pytest.mark.slow
 def test_the_table_of_savings_is_computed():
-    models = [_model_costs(model) for model in ("qwen3:0.6B", "qwen3:8B")]
+    models = [named_model(model).costs() for model in ("qwen3:0.6B", "qwen3:8B")]
     for row, (number, shared, own) in SHARED.items():
         paths = []
         for first in range(shared, shared + number * own, own):  # ids that differ

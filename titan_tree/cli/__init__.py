@@ -21,6 +21,7 @@ from titan_tree.signals import keyboard_interrupts
 VERBS = {  # name -> summary; a verb's module is imported only when the verb runs
     "train": "train a model on data files",
     "rl": "train a model on its own rollouts",
+    "config": "show the keys of a configuration, or write one for a model and data",
     "inspect": "show how much the samples of data files share, and what is trained",
     "xray": "show what rollouts and sessions of coding agents repeat, as a page",
     "ingest": "tokenize data files into a token store",
@@ -34,6 +35,7 @@ VERBS = {  # name -> summary; a verb's module is imported only when the verb run
 EXAMPLES = """examples:
   titan-tree train train_configs/demo.toml training.steps=20
   titan-tree rl train_configs/rl_demo.toml
+  titan-tree config --model qwen3:0.6B --data rollouts.jsonl -o my.toml
   titan-tree inspect demo
   titan-tree xray ~/.claude/projects
   titan-tree ingest rollouts.jsonl rollouts.store --tokenizer /models/Qwen3-1.7B
@@ -51,6 +53,15 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends the process with status 2."""
         self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help lists the arguments\n")
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Shows the default of every option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        has_default = action.default not in (None, [], argparse.SUPPRESS) and action.default is not False
+        says = "(default" in (action.help or "")
+        return f"{action.help} (default: %(default)s)" if has_default and not says else action.help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,14 +113,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _parser(verb: str | None) -> argparse.ArgumentParser:
     """Returns a parser that knows the names of all verbs, and the arguments of ``verb``."""
-    raw = argparse.RawDescriptionHelpFormatter
     description = "Trains language models on token trees, and prepares, checks and measures it."
-    parser = Parser("titan-tree", description=description, epilog=EXAMPLES, formatter_class=raw)
+    parser = Parser("titan-tree", description=description, epilog=EXAMPLES, formatter_class=Help)
     version = import_module("titan_tree").__version__
     parser.add_argument("--version", action="version", version=f"titan-tree {version}")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     for name, summary in VERBS.items():
-        verb_parser = verbs.add_parser(name, help=summary, formatter_class=raw)
+        verb_parser = verbs.add_parser(name, help=summary, formatter_class=Help)
         if name == verb:
             module = import_module(f"{__name__}.{name}")
             verb_parser.description = module.__doc__

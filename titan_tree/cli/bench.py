@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 from titan_tree.bench import BENCHES
-from titan_tree.cli import Parser
+from titan_tree.cli import Help, Parser
 from titan_tree.errors import UserError, unknown_name
 
 MAY_BE_ZERO = ("beta", "chain", "lora", "seed", "train", "warmup", "workers")  # arguments
@@ -86,7 +86,7 @@ def parse(bench: ModuleType, name: str, arguments: Sequence[str]) -> argparse.Na
     parser = Parser(
         f"titan-tree bench {name}",
         description=bench.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     bench.add_arguments(parser)
     add = parser.add_argument

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command line of ``titan-tree certify``."""
     add_run_arguments(parser)
     add = parser.add_argument
-    of_all = f"compare the first paths, up to N tokens together (default: {MAX_TOKENS:,})"
+    of_all = "compare the first paths, up to N tokens together"
     add("--tokens", type=int, metavar="N", default=MAX_TOKENS, help=of_all)
     add("--json", metavar="FILE", help="also write the certificate as JSON")
     add("--page", metavar="FILE", help="also write it as one HTML page")

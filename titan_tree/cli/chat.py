@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from titan_tree.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -34,15 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="the folder of a run, a checkpoint or a Hugging Face snapshot")
     add("--system", metavar="TEXT", help="a system message (default: none)")
-    add("--max-tokens", type=_positive, default=512, metavar="N", help="of an answer (default: 512)")
+    add("--max-tokens", type=_positive, default=512, metavar="N", help="of an answer")
     add(
         "--temperature",
         type=_temperature,
         default=0.0,
         metavar="T",
-        help="0 chooses the likeliest token; 1 samples as the model does (default: 0)",
+        help="0 chooses the likeliest token; 1 samples as the model does",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of sampling (default: 0)")
+    add("--seed", type=int, default=0, metavar="N", help="of sampling")
     add("--tokenizer", metavar="NAME", help="a folder, a file, or byte (default: the model's own)")
     add("--template", metavar="NAME", help="chatml, qwen3 or a file (default: the model's own)")
     add(
@@ -127,6 +125,7 @@ def show_task(saved: SavedModel, tokenizer: TreeTokenizer, device: object) -> No
     Raises:
         UserError: the run does not train on data files.
     """
+    import numpy as np
     import torch
 
     from titan_tree.data.sample_reader import SampleReader

@@ -7,16 +7,16 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress, TimeElapsedColumn
-
-from titan_tree.config import DataConfig
-from titan_tree.data.readers import AUTO, OpenFile, open_binary
-from titan_tree.errors import printable
+from titan_tree.errors import UserError, printable
 from titan_tree.registry import READERS
+
+if TYPE_CHECKING:  # functions import what --help does not need
+    from titan_tree.config import DataConfig
+    from titan_tree.data.readers import OpenFile
+    from titan_tree.models.tree_model import TreeModel
 
 FILES = 'a file, a glob pattern, or "demo" for the bundled sample'
 
@@ -33,8 +33,8 @@ def add_data_arguments(parser: argparse.ArgumentParser, files: str = FILES, meta
     add("files", nargs="+", metavar=metavar, help=files)
     add(
         "--format",
-        default=AUTO,
-        help=f"{', '.join(READERS)}, or a reader of your own as module:name (default: recognize each file)",
+        default="auto",
+        help=f"{', '.join(READERS)}, a reader of your own as module:name, or auto: recognize each file",
     )
     add(
         "--tokenizer",
@@ -58,6 +58,8 @@ def add_settings(parser: argparse.ArgumentParser, option: str, help: str) -> Non
 
 def data_config(args: argparse.Namespace, **settings: Any) -> DataConfig:
     """Returns the table [data] that the arguments describe. ``settings`` are further keys."""
+    from titan_tree.config import DataConfig
+
     return DataConfig(
         files=args.files,
         format=args.format,
@@ -78,9 +80,34 @@ def _setting(text: str) -> tuple[str, Any]:
         return key, value
 
 
+def named_model(model: str) -> TreeModel:
+    """Returns the model that --model names, a family and its size or a snapshot, without weights."""
+    import torch
+
+    from titan_tree.models.decoder import build_model
+    from titan_tree.models.pretrained import model_from_config
+
+    name, colon, flavor = model.partition(":")
+    with torch.device("meta"):
+        if Path(model).is_dir():
+            return model_from_config(model)
+        if not colon:
+            raise UserError(
+                f"--model {model}: expected NAME:FLAVOR, such as qwen3:0.6B, or the folder of a Hugging Face "
+                "snapshot; there is no such folder"
+            )
+        return build_model(name, flavor)
+
+
 @contextmanager
 def progress_bar() -> Iterator[OpenFile]:
     """Provides an ``open`` for data files that advances a bar on stderr while a file is read."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import Progress, TimeElapsedColumn
+
+    from titan_tree.data.readers import open_binary
+
     console = Console(stderr=True)
     # The clock runs on while the records of a large group become a tree.
     columns = *Progress.get_default_columns(), TimeElapsedColumn()

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titan_tree.cli.data_arguments import add_data_arguments, add_settings, data_config, progress_bar
-from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.config import DataConfig
-from titan_tree.data.data_files import holds_conversations
-from titan_tree.data.sample_reader import SampleReader
-from titan_tree.data.token_store import is_store, write_store
 from titan_tree.errors import UserError, printable
 from titan_tree.registry import ADVANTAGES
-from titan_tree.tree.token_tree import TreeStats
+
+if TYPE_CHECKING:  # functions import what --help does not need
+    from titan_tree.components.tree_tokenizer import TreeTokenizer
+    from titan_tree.config import DataConfig
+    from titan_tree.data.sample_reader import SampleReader
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Runs ``titan-tree ingest``. Raises UserError for malformed input or an existing store."""
+    from titan_tree.components.tree_tokenizer import TreeTokenizer
+    from titan_tree.data.sample_reader import SampleReader
+    from titan_tree.data.token_store import write_store
+    from titan_tree.tree.token_tree import TreeStats
+
     tokenizer = TreeTokenizer.load(args.tokenizer, args.template) if args.tokenizer else None
     reader = SampleReader(_data_config(args), tokenizer)
     _check(reader, tokenizer)
@@ -59,6 +64,9 @@ def _data_config(args: argparse.Namespace) -> DataConfig:
 
 def _check(reader: SampleReader, tokenizer: TreeTokenizer | None) -> None:
     """Raises UserError if the samples would not be those of training on the files."""
+    from titan_tree.data.data_files import holds_conversations
+    from titan_tree.data.token_store import is_store
+
     for file in reader.files:
         if Path(file).is_file() and is_store(Path(file)):
             raise UserError(f"{file}: this is a token store already; train on it as it is")

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--field",
         default="old_logprobs",
         metavar="NAME",
-        help="the field to write, such as ref_logprobs (default: old_logprobs)",
+        help="the field to write, such as ref_logprobs",
     )
     add("--entropies", action="store_true", help="also write the entropies; training ignores them")
     add("--experts", action="store_true", help="also write routed_experts, which data.replay uses")

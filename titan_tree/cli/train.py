@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trainer",
         choices=TRAINERS,
         default="native",
-        help="whose training loop runs the steps (default: native)",
+        help="whose training loop runs the steps",
     )
 
 
@@ -44,7 +44,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("config", metavar="CONFIG.toml", help="the configuration of the run: a file, or a name such as demo")
     add("overrides", nargs="*", default=[], metavar="key=value", help="override a key of the configuration")
-    add("--nproc", type=_count, default=1, metavar="N", help="processes, one for each GPU (default: 1)")
+    add("--nproc", type=_count, default=1, metavar="N", help="processes, one for each GPU")
 
 
 def start(module: str, args: argparse.Namespace) -> None:

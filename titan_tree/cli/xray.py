@@ -20,22 +20,14 @@ import sys
 from pathlib import Path
 
 from titan_tree.cli.data_arguments import FILES, add_data_arguments, data_config, progress_bar
-from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.data.readers import DEMO
-from titan_tree.data.sample_reader import SampleReader
 from titan_tree.errors import printable
-from titan_tree.xray.page.render import write_page
-from titan_tree.xray.payload import Xray
-from titan_tree.xray.rendering import Renderer
-from titan_tree.xray.runs import is_run, load_run
-from titan_tree.xray.sources import Sources
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command line of ``titan-tree xray``."""
     add = parser.add_argument
     add_data_arguments(parser, files=f"{FILES}, a folder to search, or the folder of a run", metavar="PATH")
-    add("-o", "--out", default="xray.html", metavar="FILE", help="the page to write (default: xray.html)")
+    add("-o", "--out", default="xray.html", metavar="FILE", help="the page to write")
     add("--json", action="store_true", help="print the numbers of the page as JSON, and write no page")
     add("--no-text", action="store_true", help="leave out all texts, so that the numbers can be shared")
     for option, meaning in (
@@ -54,6 +46,15 @@ def _positive(text: str) -> int:
 
 def run(args: argparse.Namespace) -> None:
     """Runs ``titan-tree xray``. Raises UserError if there is nothing to show."""
+    from titan_tree.components.tree_tokenizer import TreeTokenizer
+    from titan_tree.data.readers import DEMO
+    from titan_tree.data.sample_reader import SampleReader
+    from titan_tree.xray.page.render import write_page
+    from titan_tree.xray.payload import Xray
+    from titan_tree.xray.rendering import Renderer
+    from titan_tree.xray.runs import is_run, load_run
+    from titan_tree.xray.sources import Sources
+
     name, curves = ", ".join(args.files), None
     tokenizer = None if args.tokenizer is None else TreeTokenizer.load(args.tokenizer, args.template)
     folder = os.path.expanduser(args.files[0])

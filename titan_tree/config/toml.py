@@ -120,7 +120,7 @@ def dump_config(config: Config) -> str:
     def write(table: Table, prefix: str) -> None:
         for key, value in table.items():
             if value is not None and not isinstance(value, dict):
-                lines.append(f"{_toml_key(key)} = {_toml_value(value)}")
+                lines.append(f"{_toml_key(key)} = {toml_value(value)}")
         for key, value in table.items():
             if isinstance(value, dict) and value:
                 lines.append(f"\n[{prefix}{_toml_key(key)}]")
@@ -134,9 +134,10 @@ def _toml_key(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
 
 
-def _toml_value(value: object) -> str:
+def toml_value(value: object) -> str:
+    """Returns a list, string, number or boolean as TOML."""
     if isinstance(value, list):
-        return "[" + ", ".join(map(_toml_value, value)) + "]"
+        return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # TOML writes inf and nan like Python
     return json.dumps(value)  # TOML writes strings, numbers and booleans like JSON

@@ -6,11 +6,11 @@ titan-tree doctor --json                               the same findings, for pr
 
 The exit status is 0 without problems, 1 with problems, and 2 for wrong usage. Doctor writes nothing into the
 run's folder and needs no network. It does not import your own script, so it knows only built-in components.
-
-A check is a generator of findings. machine.py checks versions, the host and its GPUs; numerics.py
-compares training on a tree with training path by path; configuration.py checks what a run reads before its
-first step.
 """
+
+# A check is a generator of findings. machine.py checks versions, the host and its GPUs; numerics.py
+# compares training on a tree with training path by path; configuration.py checks what a run reads before its
+# first step.
 
 from __future__ import annotations
 

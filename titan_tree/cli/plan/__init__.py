@@ -1,20 +1,20 @@
 """Shows what a run will need, before it starts: memory, the time of a step, and the settings that fit.
 
-titan-tree plan CONFIG.toml --gpus 8                  8 H200s
-titan-tree plan CONFIG.toml key=value --gpus 8        with other values in the configuration
-titan-tree plan CONFIG.toml --gpus 8 --gpu h100       another GPU: h100, h200, or its memory in GiB
-titan-tree plan CONFIG.toml --gpus 8 --json           the same numbers, for programs
+titan-tree plan CONFIG.toml                       on the GPUs of this machine, or one
+titan-tree plan CONFIG.toml key=value --gpus 8    on 8 H200s, with other values in the configuration
+titan-tree plan CONFIG.toml --gpus 8 --gpu h100   another GPU: h100, h200, or its memory in GiB
+titan-tree plan CONFIG.toml --json                the same numbers, for programs
 
 No GPU is needed. The trees come from the data of the configuration, packed as training packs them. What
 layers keep for their backward pass depends on the version of torch, so use that of the run. docs/memory.md
-compares the results with measurements. The files:
-
-    workload.py      the steps of a run, from a sample of its data
-    layer_trace.py   what layers keep for their backward pass
-    memory.py        memory, part by part
-    timing.py        time, part by part
-    planner.py       estimates of a configuration and of changes to it
+compares the results with measurements.
 """
+
+# workload.py      the steps of a run, from a sample of its data
+# layer_trace.py   what layers keep for their backward pass
+# memory.py        memory, part by part
+# timing.py        time, part by part
+# planner.py       estimates of a configuration and of changes to it
 
 from __future__ import annotations
 
@@ -36,20 +36,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("config", metavar="CONFIG.toml", help="the configuration of the run")
     add("overrides", nargs="*", default=[], metavar="key=value", help="override a key of the configuration")
-    add("--gpus", required=True, metavar="N", help="number of GPUs")
-    add("--gpu", default="h200", metavar="NAME", help="h200 (default), h100, or the GPU's memory in GiB")
+    add("--gpus", metavar="N", help="number of GPUs (default: those of this machine, or 1)")
+    add("--gpu", default="h200", metavar="NAME", help="h200, h100, or the GPU's memory in GiB")
     add("--groups", metavar="N", help="groups to sample from the data (default: data.global_batch_groups)")
     add("--json", action="store_true", help="print the numbers as JSON")
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs ``titan-tree plan``. Raises UserError for a wrong configuration, data or arguments."""
+    import torch
+
     from titan_tree.cli.plan.planner import Planner
     from titan_tree.cli.plan.timing import find_gpu
     from titan_tree.config import Config
     from titan_tree.config.toml import COMMANDS, load_tables
 
-    gpus = _positive("--gpus", args.gpus)
+    gpus = max(1, torch.cuda.device_count()) if args.gpus is None else _positive("--gpus", args.gpus)
     groups = None if args.groups is None else _positive("--groups", args.groups)
     gpu = find_gpu(args.gpu)
     config = load_tables(Config, args.config, args.overrides, skip=COMMANDS)

@@ -1,12 +1,4 @@
-"""Shows how much the samples of data files share, and what is trained.
-
-titan-tree inspect FILE               a table with one row per token tree
-titan-tree inspect FILE --report ID   where and why the samples of a tree diverge
-titan-tree inspect FILE --show ID     a sample, with the tokens that the loss counts
-titan-tree inspect FILE --json        the numbers of the table, for programs
-titan-tree inspect FILE --tokenizer FOLDER --model FOLDER
-                                      the table, with the bound of the speed-up for a model
-"""
+"""What titan-tree inspect prints: sizes of trees, reports and samples."""
 
 from __future__ import annotations
 
@@ -21,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from itertools import count, islice
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,7 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from titan_tree.cli.data_arguments import add_data_arguments, data_config, progress_bar
+from titan_tree.cli.data_arguments import data_config, named_model, progress_bar
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import DataConfig
 from titan_tree.data.data_files import Group, holds_conversations
@@ -68,55 +59,9 @@ PROBLEMS = 20  # of a file, shown at once
 FILE_WIDTH = 160  # columns if the output is not a terminal
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the command line of ``titan-tree inspect``."""
-    add = parser.add_argument
-    add_data_arguments(parser)
-    add(
-        "--merge",
-        choices=("group", "batch", "all"),
-        default="group",
-        help="group: one tree per group (default); batch: trees of up to --max-tokens tokens from each "
-        "global batch, in file order; all: one tree of all samples",
-    )
-    for option, default, meaning in (
-        ("--global-batch-groups", 8, "groups per global batch, for --merge batch"),
-        ("--max-tokens", 32_768, "maximum tokens of a tree, for --merge batch"),
-        ("--limit", 20, "rows of the table, ids of --show"),
-    ):
-        add(option, type=_positive, default=default, metavar="N", help=f"{meaning} (default {default})")
-    add(
-        "--model",
-        metavar="MODEL",
-        help="also show the bound by the operations of a model: NAME:FLAVOR, such as qwen3:0.6B, or the "
-        "folder of a Hugging Face snapshot",
-    )
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("--report", metavar="ID", help="show where and why the paths of one tree diverge")
-    output.add_argument(
-        "--show", metavar="ID", help="show one sample, or the first one of a tree, with its trained tokens"
-    )
-    output.add_argument("--json", action="store_true", help="print the statistics of all trees as JSON")
-    add("--picture", action="store_true", help="with --report: draw the tree as well")
-
-
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected an integer, got {text!r}") from None
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {number}")
-    return number
-
-
-def run(args: argparse.Namespace) -> None:
-    """Runs ``titan-tree inspect``. Raises UserError for malformed input."""
-    if args.picture and args.report is None:
-        raise UserError("--picture: expected --report ID as well; add it, or remove --picture")
-    if args.model is not None and (args.report is not None or args.show is not None):
-        raise UserError("--model: expected no --report or --show, which print no bound; remove one of them")
-    costs = None if args.model is None else _model_costs(args.model)
+def show(args: argparse.Namespace) -> None:
+    """Prints what the arguments ask for. Raises UserError for malformed input."""
+    costs = None if args.model is None else named_model(args.model).costs()
     config = data_config(args)
     try:
         _show(args, config, costs)
@@ -305,25 +250,6 @@ def _load_tokenizer(args: argparse.Namespace, config: DataConfig) -> TreeTokeniz
     if holds_conversations(next(SampleReader(config).groups())):
         return TreeTokenizer.byte_level(args.template or "chatml")
     return None
-
-
-def _model_costs(model: str) -> ModelCosts:
-    """Returns the costs of --model: a family and its size, or a snapshot."""
-    import torch
-
-    from titan_tree.models.decoder import build_model
-    from titan_tree.models.pretrained import model_from_config
-
-    name, colon, flavor = model.partition(":")
-    with torch.device("meta"):
-        if Path(model).is_dir():
-            return model_from_config(model).costs()
-        if not colon:
-            raise UserError(
-                f"--model {model}: expected NAME:FLAVOR, such as qwen3:0.6B, or the folder of a Hugging Face "
-                "snapshot; there is no such folder"
-            )
-        return build_model(name, flavor).costs()
 
 
 def _trees(

@@ -1,0 +1,137 @@
+"""titan-tree config: the keys that it shows, and the configurations that it writes."""
+
+import json
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from titan_tree.cli import main
+from titan_tree.config import Config
+from titan_tree.config.toml import load_config
+
+ONE = {"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(capsys: pytest.CaptureFixture[str], *records: dict) -> tuple[dict, Config]:
+    """Writes a configuration for records. Returns it as TOML has it, and as training loads it."""
+    Path("own.jsonl").write_text("\n".join(map(json.dumps, records)))
+    Path("my.toml").unlink(missing_ok=True)
+    assert main(["config", "--model", "qwen3:debug", "--data", "own.jsonl", "-o", "my.toml"]) == 0
+    assert capsys.readouterr().out == (
+        "wrote my.toml; titan-tree doctor --config my.toml checks it, titan-tree train my.toml trains\n"
+    )
+    return tomllib.loads(Path("my.toml").read_text()), load_config("my.toml")
+
+
+def test_a_key_is_shown_with_type_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "optimizer.lr", "export_hf"]) == 0
+    assert capsys.readouterr().out == (
+        "[optimizer]\n"
+        "The optimizer of the fp32 weights. Weight decay applies to matrices, not to norms and biases.\n"
+        "  optimizer.lr: number, at least 0; default 1e-05\n"
+        "      Learning rate after the warm-up.\n"
+        "\n"
+        "[checkpoint]\n"
+        "When checkpoints are written, and where (docs/trust.md).\n"
+        "  checkpoint.export_hf: true or false; default false\n"
+        "      Write the final weights as a Hugging Face snapshot into hf/.\n"
+    )
+
+
+def test_json_has_every_key_that_the_page_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    assert main(["config", "--json"]) == 0
+    keys = json.loads(capsys.readouterr().out)
+    rows = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert sorted(key["key"].rpartition(".")[2] for key in keys) == sorted(rows)
+    by_name = {key["key"]: key for key in keys}
+    assert by_name["training.steps"]["default"] is None
+    assert by_name["loss.kl.coefficient"]["default"] == 0.0
+    assert [key["key"] for key in keys if key["required"]] == ["data.files"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["optimiser.lr"],
+            "unknown key or table 'optimiser.lr'; did you mean 'optimizer.lr'? "
+            "titan-tree config lists all keys",
+        ),
+        (
+            ["--model", "qwen3:debug"],
+            "--data FILE: missing; a written configuration has both a model and data",
+        ),
+        (["--data", "demo"], "--model MODEL: missing; a written configuration has both a model and data"),
+        (["-o", "my.toml"], "--out: expected --model and --data as well; add them, or remove --out"),
+        (
+            ["lr", "--model", "qwen3:debug", "--data", "demo"],
+            "lr: expected no keys and no --json together with --model; remove it",
+        ),
+        (
+            ["--model", "qwen3:debug", "--data", "demo", "-o", "."],
+            "--out .: this file exists; give a new one, or remove it",
+        ),
+    ],
+    ids=["unknown", "data", "model", "out", "keys", "exists"],
+)
+def test_wrong_arguments_are_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", *arguments]) == 2
+    assert capsys.readouterr().err == f"titan-tree: error: {message}\n"
+
+
+def test_the_loss_is_one_that_the_data_has_the_fields_for(capsys: pytest.CaptureFixture[str]) -> None:
+    scored = {"tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "old_logprobs": [0, -1, -1], "group_id": "a"}
+    for records, expected in (
+        ([ONE], ("sft", "given", "byte", 1)),
+        (
+            [{"id": "a", "trajectories": [ONE | {"reward": 1}, ONE | {"reward": 0}]}],
+            ("reinforce", "group", "byte", 1),
+        ),
+        ([scored | {"reward": 1.0}, scored | {"reward": 0.0}], ("grpo", "group", None, 1)),
+        (
+            [scored | {"advantage": 1.0}, scored | {"group_id": "b", "advantage": -1.0}],
+            ("grpo", "given", None, 2),
+        ),
+    ):
+        _, config = write(capsys, *records)
+        data = config.data
+        found = (config.loss.name, data.advantage, data.tokenizer, data.global_batch_groups)
+        assert found == expected
+
+
+def test_a_written_configuration_has_a_comment_above_each_key(capsys: pytest.CaptureFixture[str]) -> None:
+    table, config = write(capsys, ONE)
+    assert table["model"] == {"name": "qwen3", "flavor": "debug"}
+    assert (table["folder"], config.data.files, config.training.epochs) == ("outputs/my", ["own.jsonl"], 1)
+    lines = Path("my.toml").read_text().splitlines()
+    keys = [number for number, line in enumerate(lines) if " = " in line and not line.startswith("#")]
+    assert len(keys) == 15
+    assert all(lines[number - 1].startswith("# ") for number in keys)
+
+
+@pytest.mark.slow
+def test_doctor_finds_no_problem_in_a_written_configuration_and_it_trains(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from titan_tree.run.trainer import Trainer
+
+    write(capsys, {"id": "a", "trajectories": [ONE | {"reward": 1}, ONE | {"reward": 0}]})
+    main(["doctor", "--config", "my.toml", "--json"])
+    findings = json.loads(capsys.readouterr().out)["sections"]["configuration"]
+    assert [finding for finding in findings if finding["ok"] is False] == []
+    trainer = Trainer(load_config("my.toml"))
+    trainer.train()
+    trainer.close()
+    assert Path("outputs/my/hf/model.safetensors").exists()
+    shutil.rmtree("outputs")

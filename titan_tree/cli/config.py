@@ -1,0 +1,199 @@
+"""Shows the keys of a configuration, or writes a configuration that trains a model on data files.
+
+titan-tree config                  all keys, with their types, defaults and meanings
+titan-tree config optimizer        the keys of a table
+titan-tree config lr               a key, with or without its table
+titan-tree config --json           the same, for programs
+titan-tree config --model qwen3:0.6B --data rollouts.jsonl -o my.toml
+titan-tree config --model /models/Qwen3-0.6B --data 'rollouts/*.jsonl'
+
+A written configuration suits the model, the data and this machine: a loss that the data has the fields for,
+and the precision of the GPU or the CPU. The values are a starting point, not a tuned recipe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any
+
+from titan_tree.cli.data_arguments import named_model
+from titan_tree.errors import UserError, printable
+
+if TYPE_CHECKING:
+    from titan_tree.config.reference import Key, Table
+
+WIDTH = 100  # columns
+LOOK_AT = 64  # groups of the data that choose the loss
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command line of ``titan-tree config``."""
+    add = parser.add_argument
+    add("names", nargs="*", metavar="KEY_OR_TABLE", help="show only these (default: all)")
+    add("--json", action="store_true", help="print the keys as JSON")
+    add(
+        "--model",
+        metavar="MODEL",
+        help="write a configuration for NAME:FLAVOR, such as qwen3:0.6B, with random weights, or for the "
+        "folder of a Hugging Face snapshot",
+    )
+    add("--data", nargs="+", metavar="FILE", help='its data: files, glob patterns, or "demo"')
+    add("-o", "--out", metavar="FILE.toml", help="the file to write, a new one (default: print it)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs ``titan-tree config``. Raises UserError for unknown names, and for a wrong model or data."""
+    if (args.model is None) != (args.data is None):
+        missing = "--data FILE" if args.data is None else "--model MODEL"
+        raise UserError(f"{missing}: missing; a written configuration has both a model and data")
+    if args.model is None and args.out is not None:
+        raise UserError("--out: expected --model and --data as well; add them, or remove --out")
+    if args.model is not None:
+        if args.names or args.json:
+            given = args.names[0] if args.names else "--json"
+            raise UserError(f"{given}: expected no keys and no --json together with --model; remove it")
+        _write(args.model, args.data, args.out)
+        return
+    found = find(args.names)
+    if args.json:
+        print(json.dumps([_as_json(key) for table in found for key in table.keys]))
+    else:
+        print("\n\n".join(_describe(table) for table in found))
+
+
+def find(names: list[str]) -> list[Table]:
+    """Returns the tables and keys that have one of the names; all without names.
+
+    Raises:
+        UserError: a name that no table and no key has.
+    """
+    from titan_tree.config.reference import tables
+
+    if not names:
+        return tables()
+    found = []
+    for name in names:
+        matches = [table for table in tables() if table.name == name or table.name.startswith(f"{name}.")]
+        for table in [] if matches else tables():
+            if keys := [key for key in table.keys if f".{key.name}".endswith(f".{name}")]:
+                matches.append(table._replace(keys=keys))
+        if not matches:
+            full = [key.name for table in tables() for key in table.keys]
+            known = [*(table.name for table in tables()), *full, *(key.rpartition(".")[2] for key in full)]
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise UserError(f"unknown key or table {name!r}; {hint}titan-tree config lists all keys")
+        found += matches
+    return found
+
+
+def _describe(table: Table) -> str:
+    """Returns a table and its keys as text."""
+    lines = [f"[{table.name}]", *_filled(table.meaning, "")] if table.name else []
+    for key in table.keys:
+        default = key.default_text
+        default = default if default in ("required", "unset") else f"default {default}"
+        lines += [f"  {key.name}: {key.type.replace('`', '')}; {default}", *_filled(key.meaning, "      ")]
+    return "\n".join(lines)
+
+
+def _filled(text: str, indent: str) -> list[str]:
+    text = " ".join(text.replace("`", "").split())
+    return wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _as_json(key: Key) -> dict[str, Any]:
+    from titan_tree.config.checks import MISSING
+
+    required = key.default == MISSING
+    return {
+        "key": key.name,
+        "type": key.type.replace("`", ""),
+        "required": required,
+        "default": None if required else key.default,
+        "meaning": key.meaning.replace("``", ""),
+    }
+
+
+def _write(model: str, files: list[str], out: str | None) -> None:
+    """Writes or prints a configuration."""
+    if out is not None and Path(out).exists():
+        raise UserError(f"--out {out}: this file exists; give a new one, or remove it")
+    text = written(settings(model, files, Path(out or "run.toml").stem), out or "my.toml")
+    if out is None:
+        print(text, end="")
+        return
+    Path(out).write_text(text, encoding="utf-8")
+    out = printable(out)
+    print(f"wrote {out}; titan-tree doctor --config {out} checks it, titan-tree train {out} trains")
+
+
+def settings(model: str, files: list[str], name: str) -> dict[str, Any]:
+    """Returns keys and values of a configuration that trains ``model`` on ``files``.
+
+    Raises:
+        UserError: the model or the data cannot be read.
+    """
+    import torch
+
+    from titan_tree.config import DataConfig
+    from titan_tree.data.data_files import DataFiles, group_trajectories, holds_conversations
+
+    named_model(model)  # raises UserError for a wrong one
+    family, _, flavor = model.partition(":")
+    is_folder = Path(model).is_dir()
+    groups = list(islice(DataFiles(DataConfig(files=files)).groups(), LOOK_AT))
+    records = [t.record for group in groups for t in group_trajectories(group)]
+    has_rewards = all(record.get("reward") is not None for record in records) and len(records) > len(groups)
+    is_rl = has_rewards or any(record.get("advantage") is not None for record in records)
+    has_old = all(record.get("old_logprobs") is not None for record in records)
+    on_gpu = torch.cuda.is_available()
+    found: dict[str, Any] = {"folder": f"outputs/{name}"}
+    if is_folder:
+        found["model.hf_path"] = model
+    else:
+        found |= {"model.name": family, "model.flavor": flavor}
+    found["data.files"] = files[0] if len(files) == 1 else files
+    if not is_folder and any(map(holds_conversations, groups)):
+        found["data.tokenizer"] = "byte"
+    if has_rewards:
+        found["data.advantage"] = "group"
+    found |= {
+        "data.max_tokens": DataConfig(files=files).max_tokens,
+        "data.global_batch_groups": min(8, len(groups)),
+        "loss.name": ("grpo" if has_old else "reinforce") if is_rl else "sft",
+        "loss.reduction": "token_mean",
+        "optimizer.lr": 1e-5 if is_folder else 1e-3,
+        "training.epochs": 1,
+        "training.dtype": "bfloat16" if on_gpu else "float32",
+        "training.compile": on_gpu,
+        "training.activation_checkpoint": "selective" if on_gpu else "none",
+        "checkpoint.export_hf": True,
+    }
+    return found
+
+
+def written(values: Mapping[str, Any], out: str) -> str:
+    """Returns a TOML file with a comment above each key."""
+    from titan_tree.config.reference import tables
+    from titan_tree.config.toml import toml_value
+
+    lines = [
+        f"# titan-tree doctor --config {out} checks it, titan-tree train {out} trains.",
+        "# Other keys have their defaults: titan-tree config lists all of them.",
+    ]
+    left = dict(values)
+    for table in tables():
+        keys = [key for key in table.keys if key.name in left]
+        if keys and table.name:
+            lines += ["", f"[{table.name}]"]
+        for key in keys:
+            lines += [f"# {line}" for line in _filled(key.meaning, "")]
+            lines.append(f"{key.name.rpartition('.')[2]} = {toml_value(left.pop(key.name))}")
+    return "\n".join(lines) + "\n"
