@@ -195,6 +195,11 @@ def test_no_text_leaves_out_all_texts(sessions, tmp_path, capsys):
     assert payload["trees"][0]["text"] is None
     assert payload["notes"][-1] == "1 part could not be read."
     assert "look" not in output
+    unknown = write_lines(tmp_path / "pi.jsonl", [*PI, {"type": "look", "id": "zz", "parentId": None}])
+    assert payload_of(unknown)["skipped"]["look"] == 1
+    payload = payload_of(unknown, has_text=False)
+    assert payload["skipped"] == {"part": 3}
+    assert "Left out: 3 x part." in payload["notes"]
 
 
 def test_branches_do_not_count_tokens_twice(tmp_path):
@@ -214,7 +219,19 @@ def test_branches_do_not_count_tokens_twice(tmp_path):
         "n_flat": 19,
         "n_leaf": 19,
         "n_tree": 13,
+        "points": 3,
     }
+
+
+def test_a_point_with_two_reasons_is_one_point(tmp_path):
+    answers = [{"content": "aaaaa"}, {"content": "b"}, {"content": "a", "reasoning_content": "c"}]
+    rows = [
+        {"group_id": "g", "messages": [{"role": "user", "content": "q"}, {"role": "assistant"} | answer]}
+        for answer in answers
+    ]
+    payload = payload_of(write_lines(tmp_path / "f.jsonl", rows))
+    assert sorted(payload["reasons"]) == [("another answer", 1, 2), ("another thought", 1, 3)]
+    assert payload["sentences"][2].startswith("Branches diverge at 1 point, and hold 5 bytes from there on: ")
 
 
 def test_scored_files_have_the_loss_of_trees_and_segments(tmp_path):
@@ -310,3 +327,37 @@ def test_segments_end_where_an_answer_of_any_path_does(tmp_path):
     assert [sample["turns"] for sample in tree["samples"]] == [[[1, 3]], [[2, 2]]]
     assert tree["calls"] == [2, 2, 2, 1]
     assert tree["n_calls"] == 5 + 4
+
+
+def test_the_first_sentence_says_no_times_where_trees_do_not_compute_less(tmp_path):
+    def sentence(*rows):
+        lines = [{"group_id": "g", "tokens": tokens, "loss_mask": mask} for tokens, mask in rows]
+        return payload_of(write_lines(tmp_path / "f.jsonl", lines))["sentences"][0]
+
+    call, leaf = "every call as a sample of its own", "one row per leaf path"
+    begins = "Token trees compute"
+    assert sentence(([1], [0])) == (
+        f"{begins} 1 token for 0 model calls in 1 group: more than {call} (0), and as many as {leaf} (1)."
+    )
+    long = [*range(40)], [0] + [1] * 39
+    assert sentence(long, ([0, 50], [0, 1])) == (
+        f"{begins} 41 tokens for 2 model calls in 1 group: about as many as {call} (42), and about as "
+        f"many as {leaf} (42)."
+    )
+    assert sentence(long, long) == (
+        f"{begins} 40 tokens for 2 model calls in 1 group: 2.0 times less than {call} (80), and as many as "
+        f"{leaf} (40)."
+    )
+
+
+def test_bytes_and_token_ids_are_not_added(tmp_path):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    ids = {"tokens": [1, 2000], "loss_mask": [0, 1]}
+    for first, second, total in (({"messages": messages}, ids, 6), (ids, {"messages": messages}, 2)):
+        file = write_lines(tmp_path / "f.jsonl", [first, second])
+        payload = payload_of(file)
+        assert payload["totals"]["n_tree"] == total
+        assert payload["notes"][-1] == (
+            f"1 part could not be read, such as {file}:2: bytes of conversations and token ids do not add "
+            "up; give --tokenizer, or read them one after the other."
+        )

@@ -1,7 +1,7 @@
 """All trees of some sources -> the payload: one JSON object, which the page and --json show.
 
     {"version", "name", "tokenizer": its name or "bytes", "sentences": [3 texts], "notes": [texts],
-     "totals": {"groups", "samples", "calls", "n_calls", "n_flat", "n_leaf", "n_tree"},
+     "totals": {"groups", "samples", "calls", "n_calls", "n_flat", "n_leaf", "n_tree", "points"},
      "kinds": [names], "repeats": [tokens per kind], "reasons": [[reason, branch points, tokens], ...],
      "skipped": {what: count}, "trees": [...]}
 
@@ -72,7 +72,9 @@ class Xray:
         self._trees: list[dict[str, Any]] = []
         self._repeats = np.zeros(len(KINDS), np.int64)
         self._reasons: dict[str, list[int]] = {}  # number in the payload, branch points, tokens
-        self._totals: Counter[str] = Counter(dict.fromkeys(("groups", "samples", "calls", *SUMS), 0))
+        self._totals: Counter[str] = Counter(
+            dict.fromkeys(("groups", "samples", "calls", *SUMS, "points"), 0)
+        )
         self._sizes: list[np.ndarray] = []  # of the trees, for ranks
         self._hidden: list[float] = []  # tokens of prompts that sessions leave out, estimated
         self._sessions: Counter[str] = Counter()  # groups and calls of those sessions
@@ -103,7 +105,7 @@ class Xray:
         for tree in self._trees:
             tree["reason"] = [numbers[number] for number in tree["reason"]]
         reasons = [(name, self._reasons[name][1], self._reasons[name][2]) for name in names]
-        unit = "bytes" if self._renderer.has_bytes else "tokens"
+        unit = "byte" if self._renderer.has_bytes else "token"
         repeats = self._repeats.tolist()
         return {
             "version": VERSION,
@@ -115,7 +117,7 @@ class Xray:
             "kinds": list(KINDS),
             "repeats": repeats,
             "reasons": reasons,
-            "skipped": dict(self._sources.skipped),
+            "skipped": dict(self._skipped),
             "trees": self._trees,
             **({} if self._curves is None else {"run": {"curves": self._curves, "samples": self._shown}}),
         }
@@ -133,7 +135,7 @@ class Xray:
             return
         segments = find_segments(tree, self._tree_kinds(tree, rendered))
         decode = self._renderer.decode
-        of_segment, points = find_reasons(tree, segments, decode, self._renderer.header)
+        of_segment, points, total = find_reasons(tree, segments, decode, self._renderer.header)
         for reason, number in points.items():
             self._reasons.setdefault(reason, [len(self._reasons), 0, 0])[1] += number
         nearest: list[str | None] = []  # the last reason on the way to each segment
@@ -148,7 +150,8 @@ class Xray:
             "n_leaf": stats.n_leaf,
             "n_tree": stats.n_tree,
         }
-        self._totals.update(sizes | {"groups": 1, "samples": len(rendered), "calls": segments.num_calls})
+        counts = {"groups": 1, "samples": len(rendered), "calls": segments.num_calls, "points": total}
+        self._totals.update(sizes | counts)
         self._repeats += segments.repeated()
         scored = logprobs(tree, segments)
         if self._curves is not None and self._has_text:
@@ -199,6 +202,12 @@ class Xray:
                 yield max(counted - answers[0][0] / self._per_token, 0.0)
 
     @property
+    def _skipped(self) -> Counter[str]:
+        """What was left out. Its kinds may be texts of the files."""
+        skipped = self._sources.skipped
+        return skipped if self._has_text or not skipped else Counter(part=skipped.total())
+
+    @property
     def _per_token(self) -> int:
         """What is counted per token of a model."""
         return BYTES_PER_TOKEN if self._renderer.has_bytes else 1
@@ -230,7 +239,7 @@ class Xray:
                 f"above. By the API's usage, they have about {size:,.0f} tokens per call. With them, trees "
                 f"would compute about {ratio(every, once)} less than every call. Both are estimates."
             )
-        if skipped := self._sources.skipped:
+        if skipped := self._skipped:
             counts = ", ".join(f"{number:,} x {kind}" for kind, number in skipped.most_common())
             notes.append(f"Left out: {counts}.")
         for warning, number in self._sources.warnings.most_common():

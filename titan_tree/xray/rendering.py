@@ -60,7 +60,8 @@ class Renderer:
     def __init__(self, reader: SampleReader) -> None:
         self._reader = reader
         self.tokenizer = reader.tokenizer
-        self.has_bytes = False  # whether some paths are bytes
+        self.has_bytes = False  # whether paths are bytes
+        self._has_ids = False  # whether they are token ids, without a tokenizer
 
     @property
     def header(self) -> int:
@@ -71,9 +72,16 @@ class Renderer:
         """Returns the paths of a group. Trajectories without an answer have none.
 
         Raises:
-            UserError: a malformed record.
+            UserError: a malformed record; or token ids among conversations that are rendered as bytes.
         """
-        if self.tokenizer is not None or not holds_conversations(group):
+        is_bytes = self.tokenizer is None and holds_conversations(group)
+        if self._has_ids if is_bytes else self.has_bytes:
+            raise UserError(
+                f"{group.records[0][0]}: bytes of conversations and token ids do not add up; "
+                "give --tokenizer, or read them one after the other"
+            )
+        if not is_bytes:
+            self._has_ids = self.tokenizer is None
             return [
                 RenderedPath(path, None, trajectory)
                 for trajectory, paths in self._reader.paths_by_trajectory(group)

@@ -112,14 +112,17 @@ def find_segments(tree: TokenTree, kinds: np.ndarray) -> Segments:
 
 def find_reasons(
     tree: TokenTree, segments: Segments, decode: Decode, header: int
-) -> tuple[dict[int, str], dict[str, int]]:
-    """Returns why segments diverge from heavier siblings, and the number of branch points per reason.
+) -> tuple[dict[int, str], dict[str, int], int]:
+    """Returns why segments diverge from heavier siblings, and the branch points of each reason and of any.
+
+    A point where siblings diverge for several reasons counts for each of them.
 
     Args:
         header: tokens that begin every conversation. Paths that share no more do not share a message.
     """
     of_segment: dict[int, str] = {}
     points: dict[str, int] = {}
+    total = 0
     segment_of_first = {int(token): number for number, token in enumerate(segments.first)}
     for point in branch_points(tree, lambda ids: decode(ids)):
         reasons = set()
@@ -132,9 +135,11 @@ def find_reasons(
                 reason = ANEW if point.depth <= header else DIFFERS[KINDS[segments.kind[segment]]]
             of_segment[segment] = reason
             reasons.add(reason)
-        for reason in reasons - {ENDS}:
+        reasons.discard(ENDS)
+        total += bool(reasons)
+        for reason in reasons:
             points[reason] = points.get(reason, 0) + 1
-    return of_segment, points
+    return of_segment, points, total
 
 
 def texts(tree: TokenTree, segments: Segments, decode: Decode) -> list[str]:

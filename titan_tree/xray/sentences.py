@@ -18,6 +18,7 @@ REPEATED = {  # what each kind of message is called if it is repeated
 }
 HISTORY = ("user", "assistant", "thought", "tool")
 MOST_REASONS = 4
+LEAST_RATIO = 1.05  # smaller ones would be shown as 1.0
 
 
 def sentences(
@@ -33,46 +34,53 @@ def sentences(
         totals: ``totals`` of the payload.
         repeats: tokens that are computed again, per kind.
         reasons: (reason, branch points, tokens of the branches), most frequent first.
-        unit: what is counted, "tokens" or "bytes".
+        unit: what is counted, "token" or "byte".
         lacks_prompts: whether the files are sessions, which leave out system prompts and tool schemas.
     """
     n_tree = totals["n_tree"]
     calls = (
-        f"Token trees compute {n_tree:,} {unit} for {count(totals['calls'], 'model call')} in "
-        f"{count(totals['groups'], 'group')}: {ratio(totals['n_calls'], n_tree)} less than every call as a "
-        f"sample of its own ({totals['n_calls']:,}), and {ratio(totals['n_leaf'], n_tree)} less than one row "
-        f"per leaf path ({totals['n_leaf']:,})."
+        f"Token trees compute {count(n_tree, unit)} for {count(totals['calls'], 'model call')} in "
+        f"{count(totals['groups'], 'group')}: "
+        f"{_compared(n_tree, totals['n_calls'], 'every call as a sample of its own')}, and "
+        f"{_compared(n_tree, totals['n_leaf'], 'one row per leaf path')}."
     )
     total = sum(repeats)
     if not total:
-        return [calls, "Nothing repeats.", _reasons(reasons, unit)]
+        return [calls, "Nothing repeats.", _reasons(reasons, totals["points"], unit)]
     shares: dict[str, Any] = {kind: n / total for kind, n in zip(KINDS, repeats, strict=True)}
     history = ", ".join(
         f"{REPEATED[kind]} {shares[kind]:.0%}" for kind in sorted(HISTORY, key=lambda kind: -shares[kind])
     )
     if lacks_prompts and not shares["system"] + shares["tools"]:
         repeated = f"What the calls repeat is history: {history}. The files leave out what comes before it."
-        return [calls, repeated, _reasons(reasons, unit)]
+        return [calls, repeated, _reasons(reasons, totals["points"], unit)]
     repeated = (
         f"Of what the calls repeat, {shares['system']:.0%} is the system prompt, {shares['tools']:.0%} tool "
         f"schemas, and {sum(shares[kind] for kind in HISTORY):.0%} history ({history})"
     )
     repeated += f"; {shares['other']:.0%} is of an unknown kind." if shares["other"] else "."
-    return [calls, repeated, _reasons(reasons, unit)]
+    return [calls, repeated, _reasons(reasons, totals["points"], unit)]
 
 
-def _reasons(reasons: Sequence[tuple[str, int, int]], unit: str) -> str:
+def _reasons(reasons: Sequence[tuple[str, int, int]], points: int, unit: str) -> str:
     if not reasons:
         return "No branches diverge."
-    points = sum(number for _, number, _ in reasons)
     shown = [f"{reason} ({number:,})" for reason, number, _ in reasons[:MOST_REASONS]]
     if more := sum(number for _, number, _ in reasons[MOST_REASONS:]):
         shown.append(f"other reasons ({more:,})")
     diverging = sum(size for _, _, size in reasons)
     return (
-        f"Branches diverge at {count(points, 'point')}, and hold {diverging:,} {unit} from there on: "
+        f"Branches diverge at {count(points, 'point')}, and hold {count(diverging, unit)} from there on: "
         f"{', '.join(shown)}."
     )
+
+
+def _compared(n_tree: int, other: int, what: str) -> str:
+    """Returns "2.5 times less than ...". ``other`` is less than ``n_tree`` if tokens follow the last call."""
+    if other / max(n_tree, 1) >= LEAST_RATIO:
+        return f"{ratio(other, n_tree)} less than {what} ({other:,})"
+    than = "as many as" if other == n_tree else "about as many as" if other > n_tree else "more than"
+    return f"{than} {what} ({other:,})"
 
 
 def ratio(one: float, other: float) -> str:
