@@ -17,7 +17,7 @@ from tests.support.cases import for_each
 from tests.support.hf_families import hf_family
 from tests.support.tiny_run import tiny_config
 from titan_tree.certify import certify, reference
-from titan_tree.certify.checks import leaks
+from titan_tree.certify.checks import _gradients, leaks
 from titan_tree.certify.report import text
 from titan_tree.certify.subject import opened
 from titan_tree.cli import main
@@ -341,6 +341,14 @@ def test_float8_is_refused(tmp_path):
     message = r"^training\.float8: expected 'none', because transformers has no float8 to compare with, got "
     with pytest.raises(UserError, match=message):
         certify(configured(tmp_path, model__name="qwen3", training__float8="tensorwise"))
+
+
+def test_gradients_of_zero_certify_nothing():
+    zero, one = {"a": torch.zeros(2)}, {"a": torch.ones(2)}
+    with pytest.raises(UserError, match="all gradients of the first step are 0, so a certificate would say"):
+        _gradients(zero, zero, zero, 1.2)
+    (check,) = _gradients(one | {"b": torch.ones(2)}, one, one, 1.2)
+    assert (check.passed, check.found) == (False, "b: the reference has no such parameter to compare with")
 
 
 def preferred(record):

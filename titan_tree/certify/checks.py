@@ -17,6 +17,7 @@ from torch import Tensor
 from titan_tree.certify.numbers import Numbers, Scores, score_tree
 from titan_tree.certify.subject import Subject
 from titan_tree.engine.tree_step import TreeStep
+from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.tree.token_tree import TokenTree
@@ -110,6 +111,13 @@ def _gradients(
     """
     if missing := [name for name, gradient in exact.items() if name not in trees and gradient.any()]:
         return [Check("gradients", False, f"{missing[0]}: expected a gradient, got none")]
+    if extra := [name for name, gradient in trees.items() if name not in exact and gradient.any()]:
+        return [Check("gradients", False, f"{extra[0]}: the reference has no such parameter to compare with")]
+    if not any(gradient.any() for gradients in (exact, trees) for gradient in gradients.values()):
+        raise UserError(
+            "titan-tree certify: all gradients of the first step are 0, so a certificate would say nothing; "
+            "check advantages and weights, and whether the loss clips every token"
+        )
     squares, counts = defaultdict[str, float](float), defaultdict[str, int](int)
     for name, gradient in exact.items():
         squares[_layer(name)] += gradient.double().square().sum().item()
