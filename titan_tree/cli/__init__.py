@@ -26,6 +26,7 @@ VERBS = {  # name -> summary; a verb's module is imported only when the verb run
     "xray": "show what rollouts and sessions of coding agents repeat, as a page",
     "ingest": "tokenize data files into a token store",
     "score": "write the log-probs of a model for the samples of data files",
+    "export": "write the weights of a run as a Hugging Face snapshot, or LoRA as an adapter",
     "chat": "talk to the model of a run, a checkpoint or an export",
     "plan": "estimate the memory and the time of a run before it starts",
     "bench": "measure speed, memory or quality, beside others and against earlier rows",
@@ -40,6 +41,7 @@ EXAMPLES = """examples:
   titan-tree xray ~/.claude/projects
   titan-tree ingest rollouts.jsonl rollouts.store --tokenizer /models/Qwen3-1.7B
   titan-tree score rollouts.jsonl scored.jsonl --model /models/Qwen3-1.7B
+  titan-tree export outputs/demo exported
   titan-tree chat outputs/demo
   titan-tree plan train_configs/qwen3_8b.toml --gpus 8
   titan-tree bench ratio --quick

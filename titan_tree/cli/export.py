@@ -1,0 +1,59 @@
+"""Writes the weights of a run or a checkpoint as a Hugging Face snapshot, with its tokenizer.
+
+titan-tree export outputs/demo exported                      the newest checkpoint of a run
+titan-tree export outputs/demo/checkpoints/step-40 exported  another one
+titan-tree export outputs/lora adapter --adapter             LoRA alone, as PEFT reads it
+
+Without --adapter, updates of LoRA are added to the weights. The weights get the dtype of training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+from pathlib import Path
+
+from titan_tree.errors import UserError, printable
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command line of ``titan-tree export``."""
+    add = parser.add_argument
+    add("model", metavar="RUN_OR_CHECKPOINT", help="the folder of a run, or a checkpoint inside of one")
+    add("out", metavar="OUT", help="the folder to write, a new one")
+    add("--adapter", action="store_true", help="write only LoRA, as an adapter of PEFT")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs ``titan-tree export``. Raises UserError if there is no such model, or if OUT exists."""
+    import torch
+
+    from titan_tree.checkpoint.export import export_adapter, export_hf
+    from titan_tree.run.build import build_tokenizer
+    from titan_tree.run.saved_model import SavedModel
+
+    out = Path(args.out).expanduser()
+    if out.exists():
+        raise UserError(f"{args.out}: this folder exists; give a new one, or remove it")
+    saved = SavedModel.at(args.model)
+    if saved.config is None:
+        raise UserError(f"{args.model}: {saved.snapshot} is a snapshot already; use it as it is, or copy it")
+    source, training = saved.config.model.hf_path, saved.config.training
+    tokenizer = build_tokenizer(saved.config.data, source)
+    model = saved.model(torch.device("cpu"))
+    if args.adapter and model.lora is None:
+        raise UserError(f"--adapter: {args.model} was trained without LoRA; remove --adapter")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    export = secrets.token_hex(4)
+    if args.adapter:
+        export_adapter(model, out, export, source)
+    else:
+        export_hf(model, out, export, getattr(torch, training.dtype), source, tokenizer)
+    kind = "an adapter of PEFT" if args.adapter else f"a Hugging Face snapshot in {training.dtype}"
+    loads = (
+        f'peft.PeftModel.from_pretrained(model, "{args.out}")'
+        if args.adapter
+        else f'transformers.AutoModelForCausalLM.from_pretrained("{args.out}") or titan-tree chat {args.out}'
+    )
+    print(printable(f"wrote {args.out}: {kind}, from {saved.checkpoint}"))
+    print(printable(f"load it: {loads}"))
