@@ -141,7 +141,8 @@ class PlainModel(TreeModel):
     Args:
         module: has ``hidden_states`` and ``output_weight``, see ``Plain``. It keeps its parameters.
         max_positions: the longest path that the module can read, in tokens.
-        attention, gdn: backends of ``TreeAttention`` and ``TreeGDN``.
+        attention: the backend of ``TreeAttention``.
+        gdn: the backend of ``TreeGDN``.
     Raises:
         UserError: the module lacks one of them, or has dropout.
     """

@@ -39,8 +39,10 @@ class PathPairs:
     >>> from titan_tree.tree.paths import TokenPath
     >>> paths = [TokenPath([1, 2, 3, 4]), TokenPath([1, 2, 3, 5, 6]), TokenPath([1, 2, 7])]
     >>> batch = TreeBatch.from_trees([TokenTree.from_paths(paths)])
-    >>> print(batch.tokens[batch.edge_source].tolist(), batch.edge_label.tolist())  # from token, to token
-    [1, 2, 3, 5, 3, 2] [2, 3, 5, 6, 4, 7]
+    >>> batch.tokens[batch.edge_source].tolist()  # from token
+    [1, 2, 3, 5, 3, 2]
+    >>> batch.edge_label.tolist()  # to token
+    [2, 3, 5, 6, 4, 7]
     >>> batch.pairs.path.tolist()
     [0, 0, 0, 1, 1, 1, 1, 2, 2]
     >>> batch.pairs.edge.tolist()

@@ -1,0 +1,52 @@
+"""What MkDocs does beside building the pages of docs/: see mkdocs.yml.
+
+Pages link to files of the repository outside of docs/, which the site does not contain. The site shows the
+text of such a link. The API reference and llms.txt are made here, so that they cannot lag behind.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+import titan_tree
+
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(((?:\.\./)+[^)#\s]*)(#[^)\s]*)?\)")
+summaries: dict[str, str] = {}  # the title and the first paragraph of each page, by its address
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the API reference, which has every public name of the package."""
+    names = [f"## {name}\n\n::: {module}.{name}" for name, module in sorted(titan_tree._MODULES.items())]
+    head = "# API reference\n\nEvery name below is imported from `titan_tree`.\n\n"
+    files.append(File.generated(config, "api.md", content=head + "\n\n".join(names) + "\n"))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Returns the page without links that leave docs/, and keeps its summary for llms.txt."""
+    docs = Path(config.docs_dir)
+    folder = (docs / page.file.src_uri).parent
+
+    def replace(link: re.Match[str]) -> str:
+        inside = (folder / link[2]).resolve().is_relative_to(docs)
+        return link[0] if inside else link[1]
+
+    text = LINK.sub(replace, markdown)
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    blocks = [block for block in prose.split("\n\n") if block[:1].isalnum()]
+    summary = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", " ".join(blocks[0].split())) if blocks else ""
+    title = re.search(r"^# (.+)$", prose, re.MULTILINE)
+    summaries[page.url] = f"[{title[1] if title else page.url}]({page.url}): {summary}"
+    return text
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Writes llms.txt, the list of all pages for programs that read text."""
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}", "", "## Pages", ""]
+    lines += [f"- {summary}" for _, summary in sorted(summaries.items())]
+    (Path(config.site_dir) / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
