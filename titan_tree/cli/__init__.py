@@ -69,7 +69,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a verb and returns the exit status: the verb's or 0, 2 for wrong input, 130 after Ctrl-C.
 
-    1 means that stdout was closed or, from ``doctor``, that there are problems.
+    docs/signals.md lists them.
     """
     args = parse(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # escape what the terminal's encoding lacks
