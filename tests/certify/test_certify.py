@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 
@@ -17,7 +18,7 @@ from tests.support.cases import for_each
 from tests.support.hf_families import hf_family
 from tests.support.tiny_run import tiny_config
 from titan_tree.certify import certify, reference
-from titan_tree.certify.checks import _gradients, leaks
+from titan_tree.certify.checks import _check, _gradients, leaks
 from titan_tree.certify.report import text
 from titan_tree.certify.subject import opened
 from titan_tree.cli import main
@@ -335,6 +336,23 @@ def test_the_command_writes_json_and_a_page_and_its_status_says_whether_all_chec
     pairs_fault(wrong_weight)(monkeypatch)
     assert main(arguments) == 1
     assert "FAILED in bfloat16: loss: " in capsys.readouterr().out
+
+
+def test_tokens_that_the_loss_does_not_count_are_refused(tmp_path):
+    def late(record):
+        return {"tokens": record["tokens"] + [60] * 30, "loss_mask": [0] * (len(record["tokens"]) + 29) + [1]}
+
+    with pytest.raises(UserError) as error:
+        certify(configured(tmp_path, late, model__name="qwen3"), max_tokens=20)
+    assert str(error.value) == (
+        "titan-tree certify: the loss counts none of the 20 tokens that are compared, because loss masks "
+        "or weights are 0; raise --tokens, or check the data"
+    )
+
+
+def test_an_error_without_a_finite_limit_fails():
+    for error, floor in ((math.inf, math.inf), (math.nan, 0.0), (0.0, math.inf)):
+        assert not _check("loss", "", "here", error, floor, 1.2).passed
 
 
 def test_float8_is_refused(tmp_path):

@@ -142,7 +142,7 @@ def _gradients(
 def _check(name: str, what: str, where: str, error: float, floor: float, floors: float) -> Check:
     """Makes a check. If it passes, it says what was compared, and otherwise also where the error is."""
     limit = _limit(floor, floors)
-    passed = error <= limit  # False for NaN
+    passed = error <= limit < math.inf  # False for NaN
     found = what if passed else f"{where}: error {error:.1e}, limit {limit:.1e}"
     return Check(name, passed, found, error, floor, limit)
 

@@ -89,6 +89,11 @@ def opened(config: Config, max_tokens: int) -> Iterator[Subject]:
         loss = subject.tree_step.loss
         trees = _first(subject.trees, max_tokens, whole=loss.spec.compares_paths)
         subject.micro_batches = pack(trees, config.data.max_tokens)
+        if not any(path.weight and (path.loss_mask[1:] > 0).any() for path in subject.paths):
+            raise UserError(
+                f"titan-tree certify: the loss counts none of the {sum(map(len, subject.paths)):,} tokens "
+                "that are compared, because loss masks or weights are 0; raise --tokens, or check the data"
+            )
         _draw_advantages(subject)
         if loss.reduction in COUNT_ONCE:
             for tree in subject.trees:

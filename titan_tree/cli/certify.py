@@ -34,8 +34,8 @@ def run(args: argparse.Namespace) -> int:
     """Runs ``titan-tree certify``. Returns 1 if a check failed, else 0."""
     from titan_tree.config.toml import load_any
 
-    if args.tokens < 1:
-        raise UserError(f"--tokens: expected a positive number, got {args.tokens}")
+    if args.tokens < 2:
+        raise UserError(f"--tokens: expected at least 2, one for each of two paths, got {args.tokens}")
     config = load_any(args.config, args.overrides)
     if args.nproc > 1:
         os.execv(sys.executable, command(args))
