@@ -22,7 +22,7 @@ def test_help_lists_the_verbs_without_importing_them(capsys, monkeypatch):
 
 @pytest.mark.parametrize("verb", cli.VERBS)
 def test_help_shows_examples_and_every_default_but_no_source_file(verb):
-    parser = cli._parser(verb)._subparsers._group_actions[0].choices[verb]
+    parser = cli._parser([verb])._subparsers._group_actions[0].choices[verb]
     text = " ".join(parser.format_help().split())
     assert f"\ntitan-tree {verb}" in parser.description
     assert ".py" not in text
@@ -33,12 +33,16 @@ def test_help_shows_examples_and_every_default_but_no_source_file(verb):
             assert f"(default: {default})" in text, action.dest
 
 
-def test_help_of_every_verb_imports_no_large_package():
+def test_help_of_every_verb_takes_little_time_and_imports_no_large_package():
     code = (
-        "import contextlib, sys\n"
+        "import contextlib, sys, time\n"
         "from titan_tree import cli\n"
-        "for verb in cli.VERBS:\n"
-        "    with contextlib.suppress(SystemExit): cli.main([verb, '--help'])\n"
+        "start = time.process_time()\n"
+        "for verb in ('', *cli.VERBS):\n"
+        "    before = time.process_time()\n"
+        "    with contextlib.suppress(SystemExit): cli.main([*verb.split(), '--help'])\n"
+        "    seconds = start + time.process_time() - before\n"
+        "    assert seconds < 0.5, f'{verb}: {seconds} s of CPU time'\n"
         "large = {'torch', 'numpy', 'rich', 'omegaconf', 'tokenizers', 'jinja2', 'transformers'}\n"
         "sys.exit(str(large & set(sys.modules)) if large & set(sys.modules) else 0)\n"
     )
@@ -96,3 +100,27 @@ def test_a_missing_verb_exits_with_status_2_and_shows_an_example_of_each(capsys)
     assert exit.value.code == 2
     shown = capsys.readouterr().err
     assert all(f"\n  titan-tree {verb} " in shown for verb in cli.VERBS)
+
+
+def test_print_completion_needs_one_package(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["--print-completion", "bash"])
+    assert exit.value.code == 2
+    assert capsys.readouterr().err == (
+        "titan-tree: error: --print-completion: needs the package shtab; install it: pip install shtab; "
+        "titan-tree --help lists the arguments\n"
+    )
+
+
+def test_print_completion_covers_the_options_of_every_verb(capsys, monkeypatch):
+    def complete(parser, shell):
+        choices = parser._subparsers._group_actions[0].choices
+        return f"{shell} {' '.join(choices)} {[a.dest for a in choices['export']._actions]}"
+
+    monkeypatch.setitem(sys.modules, "shtab", types.SimpleNamespace(complete=complete))
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["--print-completion", "zsh"])
+    assert exit.value.code == 0
+    expected = f"zsh {' '.join(cli.VERBS)} ['help', 'model', 'out', 'adapter']\n"
+    assert capsys.readouterr().out == expected

@@ -11,7 +11,7 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import import_module
 from typing import NoReturn
 
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Returns the arguments of a verb; ``run`` is its function. Wrong ones and --help raise SystemExit."""
     verb = argv[0] if argv else None
-    parser = _parser(verb)
+    parser = _parser([verb])
     if verb is None:
         parser.print_help(sys.stderr)
         raise SystemExit(2)
@@ -113,16 +113,33 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _parser(verb: str | None) -> argparse.ArgumentParser:
-    """Returns a parser that knows the names of all verbs, and the arguments of ``verb``."""
+class PrintCompletion(argparse.Action):
+    """Prints the script with which a shell completes verbs and options, and ends the process."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, shell: object, *_: object) -> None:
+        """Raises SystemExit: with status 2 if the package shtab is missing."""
+        try:
+            import shtab
+        except ImportError:
+            parser.error("--print-completion: needs the package shtab; install it: pip install shtab")
+        print(shtab.complete(_parser(VERBS), shell))
+        parser.exit()
+
+
+def _parser(verbs: Collection[str | None]) -> argparse.ArgumentParser:
+    """Returns a parser that knows the names of all verbs, and the arguments of ``verbs``."""
     description = "Trains language models on token trees, and prepares, checks and measures it."
     parser = Parser("titan-tree", description=description, epilog=EXAMPLES, formatter_class=Help)
     version = import_module("titan_tree").__version__
-    parser.add_argument("--version", action="version", version=f"titan-tree {version}")
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    add = parser.add_argument
+    add("--version", action="version", version=f"titan-tree {version}")
+    shells = "bash", "zsh", "fish"
+    script = "print a script that completes verbs and options in this shell"
+    add("--print-completion", action=PrintCompletion, choices=shells, help=script)
+    subparsers = parser.add_subparsers(required=True, metavar="VERB")
     for name, summary in VERBS.items():
-        verb_parser = verbs.add_parser(name, help=summary, formatter_class=Help)
-        if name == verb:
+        verb_parser = subparsers.add_parser(name, help=summary, formatter_class=Help)
+        if name in verbs:
             module = import_module(f"{__name__}.{name}")
             verb_parser.description = module.__doc__
             module.add_arguments(verb_parser)
