@@ -131,8 +131,8 @@ def test_the_tree_of_a_session(sessions):
     )  # the median of three first prompts; the API counted 1203 tokens
     times = (422 / 4 + 6 * prompt) / (208 / 4 + prompt)
     assert payload["notes"][1] == (
-        "Session files leave out the system prompt and the tool schemas, and so do the numbers above. By the "
-        f"API's usage, they have about {prompt:,.0f} tokens per call. With them, trees would compute about "
+        "Session files leave out system prompts, tool schemas, or both, and so do the numbers above. By the "
+        f"API's usage, that is about {prompt:,.0f} tokens per call. With it, trees would compute about "
         f"{times:.1f} times less than every call. Both are estimates."
     )
 

@@ -235,9 +235,9 @@ class Xray:
             every = self._totals["n_calls"] / self._per_token + size * self._sessions["calls"]
             once = self._totals["n_tree"] / self._per_token + size * self._sessions["groups"]
             notes.append(
-                "Session files leave out the system prompt and the tool schemas, and so do the numbers "
-                f"above. By the API's usage, they have about {size:,.0f} tokens per call. With them, trees "
-                f"would compute about {ratio(every, once)} less than every call. Both are estimates."
+                "Session files leave out system prompts, tool schemas, or both, and so do the numbers above. "
+                f"By the API's usage, that is about {size:,.0f} tokens per call. With it, trees would "
+                f"compute about {ratio(every, once)} less than every call. Both are estimates."
             )
         if skipped := self._skipped:
             counts = ", ".join(f"{number:,} x {kind}" for kind, number in skipped.most_common())
