@@ -21,7 +21,7 @@ summaries: dict[str, str] = {}  # the title and the first paragraph of each page
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the API reference, which has every public name of the package."""
-    names = [f"## {name}\n\n::: {module}.{name}" for name, module in sorted(titan_tree._MODULES.items())]
+    names = [f"::: {module}.{name}" for name, module in sorted(titan_tree._MODULES.items())]
     head = "# API reference\n\nEvery name below is imported from `titan_tree`.\n\n"
     files.append(File.generated(config, "api.md", content=head + "\n\n".join(names) + "\n"))
     return files
