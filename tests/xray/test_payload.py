@@ -361,3 +361,19 @@ def test_bytes_and_token_ids_are_not_added(tmp_path):
             f"1 part could not be read, such as {file}:2: bytes of conversations and token ids do not add "
             "up; give --tokenizer, or read them one after the other."
         )
+
+
+def test_lines_without_a_group_are_compared_with_one_tree(tmp_path):
+    """A log of calls does not say which task a call belongs to."""
+    prompt = {"role": "user", "content": "q" * 98}  # 100 bytes
+    lines = [{"messages": [prompt, {"role": "assistant", "content": f"{i}" * 8}]} for i in range(5)]
+    payload = payload_of(write_lines(tmp_path / "log.jsonl", lines))
+    assert payload["totals"]["n_tree"] == 5 * 110
+    assert payload["notes"][0] == (
+        "5 lines without group_id share prefixes: one tree instead of 5 would hold 146 tokens instead of "
+        '550; give the lines of a task the same group_id, or set data.merge = "batch".'
+    )
+    grouped = [{"group_id": "task", **line} for line in lines]
+    payload = payload_of(write_lines(tmp_path / "grouped.jsonl", grouped))
+    assert (payload["totals"]["n_tree"], payload["totals"]["n_leaf"]) == (146, 550)
+    assert not any("group_id" in note for note in payload["notes"])

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from titan_tree.data.data_files import Group
+from titan_tree.data.packing import UngroupedLines
 from titan_tree.data.readers import OpenFile, Record, open_binary
 from titan_tree.data.turns import runs
 from titan_tree.errors import UserError
@@ -69,6 +70,7 @@ class Xray:
         self._curves = curves
         self._shown: list[dict[str, Any]] = []  # samples of a run
         self._kinds = KindFinder(renderer.tokenizer)
+        self._ungrouped = UngroupedLines()
         self._trees: list[dict[str, Any]] = []
         self._repeats = np.zeros(len(KINDS), np.int64)
         self._reasons: dict[str, list[int]] = {}  # number in the payload, branch points, tokens
@@ -133,6 +135,7 @@ class Xray:
         except UserError as error:
             self._sources.problems.append(str(error))
             return
+        self._ungrouped.add(group, tree)
         segments = find_segments(tree, self._tree_kinds(tree, rendered))
         decode = self._renderer.decode
         of_segment, points, total = find_reasons(tree, segments, decode, self._renderer.header)
@@ -228,6 +231,8 @@ class Xray:
     def _notes(self) -> list[str]:
         """Returns what limits the numbers."""
         notes = []
+        if advice := self._ungrouped.advice():
+            notes.append(f"{advice[0].upper()}{advice[1:]}.")
         if self._renderer.has_bytes:
             notes.append("Tokens are bytes here; --tokenizer FOLDER counts those of your model.")
         if self._hidden:
