@@ -27,6 +27,7 @@ from titan_tree.config.losses import LossConfig, RouterBiasConfig, RouterLossCon
 from titan_tree.config.model import LoRAConfig, ModelConfig
 from titan_tree.config.outputs import CheckpointConfig, MetricsConfig, ProfilerConfig
 from titan_tree.config.training import LRSchedulerConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from titan_tree.errors import UserError
 
 __all__ = [
     "CheckpointConfig",
@@ -59,8 +60,11 @@ PATHS = (
 
 def check_warmup(warmup_steps: int, steps: int) -> None:
     """Raises UserError if the warm-up is longer than the run."""
-    expected = f"at most the {steps} steps of the run (lower it as well)"
-    require(warmup_steps <= steps, "lr_scheduler.warmup_steps", expected, warmup_steps)
+    if warmup_steps > steps:
+        raise UserError(
+            f"lr_scheduler.warmup_steps: expected at most the {steps} steps of the run, got {warmup_steps}; "
+            "lower it as well"
+        )
 
 
 @dataclass(kw_only=True)

@@ -378,11 +378,10 @@ def check_settings(config: RLRunConfig, sampler: Sampler | None = None) -> None:
         raise UserError(
             "rl.server.url: expected none together with a sampler that Python code gives; remove one"
         )
-    truncation = Truncation.of(rl)
-    if truncation.is_on and sampler is not None:
+    if Truncation.of(rl).is_on and sampler is not None:
         raise UserError(
             "rl.top_p, rl.top_k and rl.min_p: expected 1, 0 and 0 with a sampler that Python code gives, "
-            f"got {', '.join(map(str, truncation))}; remove them"
+            f"got {rl.top_p}, {rl.top_k}, {rl.min_p}; remove them"
         )
     if rl.async_steps and rl.server.url is None and not isinstance(sampler, RemoteSampler):
         raise UserError(
