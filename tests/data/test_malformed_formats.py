@@ -17,6 +17,7 @@ from titan_tree.errors import UserError
 
 ASK = {"role": "user", "content": "?"}
 ANSWER = {"role": "assistant", "content": "!"}
+RULES = {"role": "system", "content": "s"}
 NUL = None
 
 
@@ -66,6 +67,47 @@ def test_several_choices_become_trajectories(tmp_path, caplog):
     assert ends == ["a", "b"]
     assert [len(trajectory["messages"]) for trajectory in record["trajectories"]] == [4, 4]
     assert "the assistant turns in prompts are context" in caplog.text
+
+
+def logged_calls(format):
+    """Calls of two tasks: the first turn of two samples each, a second turn, and a call with a group_id."""
+    other = {"role": "user", "content": "other"}
+
+    def call(*messages, **fields):
+        if format == "openai_chat":
+            asked, answer = {"messages": [RULES, *messages]}, {"choices": [{"message": ANSWER}]}
+        elif format == "openai_chat, merged":
+            return {"messages": [RULES, *messages], "choices": [{"message": ANSWER}], **fields}
+        elif format == "openai_responses":
+            asked, answer = {"instructions": "s", "input": list(messages)}, {"output": [SAYS]}
+        else:
+            asked, answer = {"system": "s", "messages": list(messages)}, {"content": "!"}
+        return {"request": asked, "response": answer, **fields}
+
+    return [call(ASK), call(other), call(ASK, ANSWER, other), call(other), call(ASK), call(ASK, group_id="g")]
+
+
+@for_each("format", ["openai_chat", "openai_chat, merged", "openai_responses", "anthropic"])
+def test_calls_that_begin_alike_form_a_group(tmp_path, caplog, format):
+    file = write_lines(tmp_path / format, logged_calls(format))
+    reader = sample_reader(file, format=format.split(",")[0])
+    lines = {group.id: [place.rpartition(":")[2] for place, _ in group.records] for group in reader.groups()}
+    assert lines == {"g": ["6"], f"{file}:1": ["1", "3", "5"], f"{file}:2": ["2", "4"]}
+    assert (
+        f"{file}: 5 calls without group_id form 2 groups, by their messages up to the first one of the user; "
+        "to group otherwise, give each call a group_id"
+    ) in caplog.messages
+
+
+def test_calls_that_begin_differently_stay_lines(tmp_path, caplog):
+    answer = {"choices": [{"message": ANSWER}, {"message": ANSWER}]}
+    system = [{"role": "system", "content": text} for text in "ab"]
+    rows = [{"request": {"messages": [first, ASK]}, "response": answer} for first in system]
+    rows += [{"messages": [ASK, ANSWER]}] * 2  # conversations, not calls
+    records = [record for _, record in read_records(write_lines(tmp_path / "f", rows))]
+    assert not any("group_id" in record for record in records)
+    assert [len(record.get("trajectories", [])) for record in records] == [0, 0, 2, 2]
+    assert "calls without group_id" not in caplog.text
 
 
 def test_a_schema_for_the_answer_is_named_once(tmp_path, caplog):

@@ -58,6 +58,8 @@ class AnthropicReader(RowReader):
     ``temperature`` are left out.
     """
 
+    reads_calls = True
+
     def recognizes(self, source: Source) -> bool:
         """Returns whether some of the first rows are Anthropic's. Others may look like OpenAI's."""
         return any(map(is_anthropic_row, first_rows(source)))

@@ -20,8 +20,8 @@ REQUEST_FIELDS = (
     *("prompt_cache_key", "safety_identifier", "anthropic_version", "betas"),
 )
 EARLIER_TURNS = (
-    "the assistant turns in prompts are context, and only the answers are trained; to train every turn, give "
-    "conversations with messages"
+    "the assistant turns in prompts are context, and only the answers are trained; to train turns whose own "
+    "calls are not in the file, give conversations with messages"
 )
 PART_ORDER = {"reasoning": 0, "text": 1, "call": 2}  # of an assistant's message
 TEXT_PARTS = ("text", "input_text", "output_text")

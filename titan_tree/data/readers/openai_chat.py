@@ -47,6 +47,7 @@ class OpenAIChatReader(RowReader):
     """
 
     reads_pairs = True
+    reads_calls = True
 
     def recognizes(self, source: Source) -> bool:
         """Returns whether some of the first rows are conversations, and none is Anthropic's."""

@@ -43,6 +43,8 @@ class OpenAIResponsesReader(RowReader):
     because the earlier items are not in the file.
     """
 
+    reads_calls = True
+
     def recognizes_row(self, row: Record) -> bool:
         if isinstance(request := row.get("request"), dict):
             return "input" in request

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -24,14 +25,21 @@ ANSWER_SCHEMA = (
     "some requests have a schema for their answer (response_format), which the samples leave out; if the "
     "server showed it to the model, add its text to the system message"
 )
+ANSWER_COLUMNS = ("response", "choices", "output")  # of a request in an API's log
 PREFERENCE_COLUMNS = (*PAIR_COLUMNS, "preferred_output", "non_preferred_output", "kto_tag")
 
 
 class RowReader(Reader):
-    """Reads a format in which every row is one record. Subclasses recognize and convert a row."""
+    """Reads a format in which every row is one record. Subclasses recognize and convert a row.
+
+    Logs of an API rarely name groups. So calls without a ``group_id`` form a group if their messages agree up
+    to the first one of the user: the samples and turns of one task. They may be anywhere in the file, and are
+    held in memory until its end.
+    """
 
     path = ""  # the file that is being read, for warnings
     reads_pairs = False  # whether ``convert`` reads the columns chosen and rejected
+    reads_calls = False  # whether rows with one of ANSWER_COLUMNS are calls of an API
 
     @abstractmethod
     def recognizes_row(self, row: Record) -> bool:
@@ -50,6 +58,7 @@ class RowReader(Reader):
 
     def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
         self.path = source.path
+        calls: dict[str, list[tuple[Place, Record]]] = {}  # without a group_id, by how they begin
         for place, row in self.rows(source):
             try:
                 with errors_at(place):
@@ -59,7 +68,20 @@ class RowReader(Reader):
                     raise
                 source.refuse(error)
                 continue
-            yield place, record
+            is_call = self.reads_calls and any(row.get(name) is not None for name in ANSWER_COLUMNS)
+            if is_call and record.get("group_id") is None:
+                calls.setdefault(_beginning(record), []).append((place, record))
+            else:
+                yield place, record
+        num_calls = sum(map(len, calls.values()))
+        if num_calls > len(calls):
+            self.warn(
+                f"{num_calls:,} calls without group_id form {len(calls):,} groups, by their messages up to "
+                "the first one of the user; to group otherwise, give each call a group_id"
+            )
+        for members in calls.values():
+            group = {"group_id": members[0][0]} if len(members) > 1 else {}
+            yield from ((place, record | group) for place, record in members)
 
     def _record(self, row: Record) -> Record:
         if any(map(asks_for_schema, (row, row.get("request")))):
@@ -78,6 +100,13 @@ class RowReader(Reader):
     def warn(self, message: str) -> None:
         """Logs a warning about the file once."""
         warn_once(self.path, message)
+
+
+def _beginning(call: Record) -> str:
+    """Returns the messages of a call up to the first one of the user, or the first one, as JSON."""
+    messages = call.get("trajectories", [call])[0]["messages"]
+    of_user = (n for n, message in enumerate(messages, start=1) if message.get("role") == "user")
+    return json.dumps(messages[: next(of_user, 1)], sort_keys=True)
 
 
 def asks_for_schema(request: object) -> bool:
