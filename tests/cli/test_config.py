@@ -26,7 +26,8 @@ def write(capsys: pytest.CaptureFixture[str], *records: dict) -> tuple[dict, Con
     Path("my.toml").unlink(missing_ok=True)
     assert main(["config", "--model", "qwen3:debug", "--data", "own.jsonl", "-o", "my.toml"]) == 0
     assert capsys.readouterr().out == (
-        "wrote my.toml; titan-tree doctor --config my.toml checks it, titan-tree train my.toml trains\n"
+        "wrote my.toml; titan-tree plan my.toml estimates its memory and time, titan-tree train my.toml "
+        "trains\n"
     )
     return tomllib.loads(Path("my.toml").read_text()), load_config("my.toml")
 
@@ -68,9 +69,14 @@ def test_json_has_every_key_that_the_page_lists(capsys: pytest.CaptureFixture[st
         ),
         (
             ["--model", "qwen3:debug"],
-            "--data FILE: missing; a written configuration has both a model and data",
+            "--data FILE: missing; a written configuration has both a model and data, such as --model "
+            "qwen3:debug --data demo",
         ),
-        (["--data", "demo"], "--model MODEL: missing; a written configuration has both a model and data"),
+        (
+            ["--data", "demo"],
+            "--model MODEL: missing; a written configuration has both a model and data, such as --model "
+            "qwen3:debug --data demo",
+        ),
         (["-o", "my.toml"], "--out: expected --model and --data as well; add them, or remove --out"),
         (
             ["lr", "--model", "qwen3:debug", "--data", "demo"],

@@ -189,7 +189,8 @@ def test_errors_are_one_line_with_status_2(capsys, file, tmp_path):
         ([file, "--report", "aa"], "the closest are a\n"),
         (
             [file, "--model", "qwen3"],
-            "--model qwen3: expected NAME:FLAVOR, such as qwen3:0.6B, or the folder of",
+            "--model qwen3: expected NAME:FLAVOR, such as qwen3:0.6B or the tiny qwen3:debug, or the folder "
+            "of a Hugging Face snapshot; there is no such folder\n",
         ),
         ([file, "--model", "qwen3:0.6b"], "unknown flavor of qwen3 '0.6b'; did you mean '0.6B'?"),
         (

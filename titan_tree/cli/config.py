@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--model",
         metavar="MODEL",
-        help="write a configuration for NAME:FLAVOR, such as qwen3:0.6B, with random weights, or for the "
-        "folder of a Hugging Face snapshot",
+        help="write a configuration for NAME:FLAVOR with random weights, such as qwen3:0.6B or the tiny "
+        "qwen3:debug, or for the folder of a Hugging Face snapshot",
     )
     add("--data", nargs="+", metavar="FILE", help='its data: files, glob patterns, or "demo"')
     add("-o", "--out", metavar="FILE.toml", help="the file to write, a new one (default: print it)")
@@ -51,7 +51,10 @@ def run(args: argparse.Namespace) -> None:
     """Runs ``titan-tree config``. Raises UserError for unknown names, and for a wrong model or data."""
     if (args.model is None) != (args.data is None):
         missing = "--data FILE" if args.data is None else "--model MODEL"
-        raise UserError(f"{missing}: missing; a written configuration has both a model and data")
+        raise UserError(
+            f"{missing}: missing; a written configuration has both a model and data, such as --model "
+            "qwen3:debug --data demo"
+        )
     if args.model is None and args.out is not None:
         raise UserError("--out: expected --model and --data as well; add them, or remove --out")
     if args.model is not None:
@@ -131,7 +134,7 @@ def _write(model: str, files: list[str], out: str | None) -> None:
         return
     Path(out).write_text(text, encoding="utf-8")
     out = printable(out)
-    print(f"wrote {out}; titan-tree doctor --config {out} checks it, titan-tree train {out} trains")
+    print(f"wrote {out}; titan-tree plan {out} estimates its memory and time, titan-tree train {out} trains")
 
 
 def settings(model: str, files: list[str], name: str) -> dict[str, Any]:
@@ -185,7 +188,7 @@ def written(values: Mapping[str, Any], out: str) -> str:
     from titan_tree.config.toml import toml_value
 
     lines = [
-        f"# titan-tree doctor --config {out} checks it, titan-tree train {out} trains.",
+        f"# titan-tree plan {out} estimates its memory and time, titan-tree train {out} trains.",
         "# Other keys have their defaults: titan-tree config lists all of them.",
     ]
     left = dict(values)

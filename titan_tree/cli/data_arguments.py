@@ -93,8 +93,8 @@ def named_model(model: str) -> TreeModel:
             return model_from_config(model)
         if not colon:
             raise UserError(
-                f"--model {model}: expected NAME:FLAVOR, such as qwen3:0.6B, or the folder of a Hugging Face "
-                "snapshot; there is no such folder"
+                f"--model {model}: expected NAME:FLAVOR, such as qwen3:0.6B or the tiny qwen3:debug, or the "
+                "folder of a Hugging Face snapshot; there is no such folder"
             )
         return build_model(name, flavor)
 
