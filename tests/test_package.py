@@ -41,9 +41,10 @@ def test_the_public_names_are_those_that_type_checkers_see() -> None:
 
 def test_the_public_names_include_everything_that_the_documentation_uses() -> None:
     promised = """TokenPath TokenTree TreeBatch TreeLayout TreePartitioner TreeTokenizer TreeAttention TreeGDN
-        TreeLoss TreeStep TreeDataset Trainer load_config load_pretrained save_pretrained build_model
-        register_loss tree_logprobs UserError PathPairs TreeStats load_adapter save_adapter
-        KLPenalty RolloutCorrection PlainModel adapters_off OneRank clip_and_step __version__"""
+        TreeKDA TreeSSD TreeLoss TreeStep TreeDataset Trainer load_config load_pretrained
+        save_pretrained build_model register_loss tree_logprobs UserError PathPairs TreeStats
+        load_adapter save_adapter KLPenalty RolloutCorrection PlainModel adapters_off OneRank
+        clip_and_step __version__"""
     assert set(titan_tree.__all__) == set(promised.split())
 
 

@@ -130,7 +130,7 @@ def test_an_unknown_attribute_lists_those_of_the_module(folder: Path) -> None:
 WRONG_KINDS = {
     "loss.name": ("loss", "__call__"),
     "model.attention": ("attention backend", "is_automatic, refusal"),
-    "model.gdn": ("gated DeltaNet backend", "is_automatic, refusal"),
+    "model.recurrence": ("recurrence backend", "is_automatic, refusal"),
     "model.name": ("model", "Config, flavors"),
     "data.format": ("data format", "recognizes, records"),
     "data.advantage": ("advantage estimator", "__call__"),
@@ -217,7 +217,7 @@ OWN_RUN = {
     "model.name": ("qwen3_5", "Hybrid"),
     "model.flavor": ("debug", None),
     "model.attention": ("reference", "ATTENTION"),
-    "model.gdn": ("reference", "GDN"),
+    "model.recurrence": ("reference", "RECURRENCE"),
     "data.tokenizer": ("byte", "tokenizer"),
     "data.format": ("jsonl", "Chats"),
     "partition.strategy": ("greedy", "cut"),
@@ -264,4 +264,4 @@ def test_every_kind_of_part_can_be_the_users_own(folder: Path) -> None:
     once = {"model": 2, "tokenizer": 1, "optimizer": 2, "logger": 2, "strategy": 2}
     once |= {"metric": 3, "environment": 2}
     assert once.items() <= calls.items()
-    assert calls.keys() - once == {"attention", "gdn", "loss", "reader", "advantage"}
+    assert calls.keys() - once == {"attention", "recurrence", "loss", "reader", "advantage"}

@@ -19,8 +19,10 @@ from importlib import import_module  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
+    from titan_tree.components.recurrence import TreeGDN as TreeGDN
+    from titan_tree.components.recurrence import TreeKDA as TreeKDA
+    from titan_tree.components.recurrence import TreeSSD as TreeSSD
     from titan_tree.components.tree_attention import TreeAttention as TreeAttention
-    from titan_tree.components.tree_gdn import TreeGDN as TreeGDN
     from titan_tree.components.tree_loss import KLPenalty as KLPenalty
     from titan_tree.components.tree_loss import RolloutCorrection as RolloutCorrection
     from titan_tree.components.tree_loss import TreeLoss as TreeLoss
@@ -53,7 +55,9 @@ __version__ = "0.2.0"
 
 _MODULES = {  # public name -> the module that defines it
     "TreeAttention": "titan_tree.components.tree_attention",
-    "TreeGDN": "titan_tree.components.tree_gdn",
+    "TreeGDN": "titan_tree.components.recurrence",
+    "TreeKDA": "titan_tree.components.recurrence",
+    "TreeSSD": "titan_tree.components.recurrence",
     "KLPenalty": "titan_tree.components.tree_loss",
     "RolloutCorrection": "titan_tree.components.tree_loss",
     "TreeLoss": "titan_tree.components.tree_loss",
@@ -87,7 +91,7 @@ __all__ = sorted([*_MODULES, "__version__"])
 _MOVED = {  # modules that the documentation of version 0.1.0 named -> their successors
     "build": "run.build",
     "components.tree_attention.backend": "components.tree_attention.operator",
-    "components.tree_gdn.backend": "components.tree_gdn.operator",
+    "components.tree_gdn": "components.recurrence",
     "config.rl_tables": "config.rl",
     "config.run_tables": "config.training",
     "config.tables": "config",

@@ -19,8 +19,8 @@ from titan_tree.plugins import import_attribute, importing, is_import_string
 if TYPE_CHECKING:
     import torch
 
+    from titan_tree.components.recurrence.operator import RecurrenceBackend
     from titan_tree.components.tree_attention.operator import AttentionBackend
-    from titan_tree.components.tree_gdn.operator import GdnBackend
     from titan_tree.components.tree_loss.spec import LossFunction
     from titan_tree.data.advantages import Estimator
     from titan_tree.data.readers import Reader
@@ -127,7 +127,7 @@ class Registry(Generic[T]):
 
 
 class Backend(Protocol):
-    """What backends of TreeAttention and of TreeGDN have in common. A backend is a module or an object."""
+    """What backends of attention and of recurrences have in common. A backend is a module or an object."""
 
     def is_automatic(self, device: torch.device) -> bool:
         """Returns whether "auto" may choose this backend for tensors on ``device``."""
@@ -211,13 +211,13 @@ ATTENTION_BACKENDS: BackendRegistry[AttentionBackend] = BackendRegistry(
     },
 )
 
-GDN_BACKENDS: BackendRegistry[GdnBackend] = BackendRegistry(
-    "TreeGDN",
-    "gated DeltaNet backend",
+RECURRENCE_BACKENDS: BackendRegistry[RecurrenceBackend] = BackendRegistry(
+    "recurrence",
+    "recurrence backend",
     {
-        "hopper": "titan_tree.components.tree_gdn.hopper",
-        "triton": "titan_tree.components.tree_gdn.triton_kernels",
-        "reference": "titan_tree.components.tree_gdn.reference",
+        "hopper": "titan_tree.components.recurrence.hopper",
+        "triton": "titan_tree.components.recurrence.triton_kernels",
+        "reference": "titan_tree.components.recurrence.reference",
     },
 )
 

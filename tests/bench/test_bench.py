@@ -24,7 +24,7 @@ MEASUREMENTS = (*BENCHES, "trl --lora 4", "attention --tree bushy --cases gpt-os
 NOT_QUICK = {("real", "of operations"), ("input", "workers 1")}  # they need a GPU, or a second core
 PICTURES = {  # of docs/img: the benchmark and its rows in docs/data
     "attention": ("attention", "attention_sweep"),
-    "gdn": ("gdn", "gdn"),
+    "gdn": ("recurrence", "gdn"),
     "step": ("step", "step"),
     "partitions": ("memory", "partitions"),
     "por": ("por", "por"),

@@ -67,7 +67,7 @@ def attention(line: str = "--tree chain agent-fine --backends hopper flex --case
 
 
 def delta_net(line: str = "--tree chain agent-fine") -> list[float]:
-    (tree,) = (row for row in run("gdn", line)[1:] if row["x chain"])
+    (tree,) = (row for row in run("recurrence", line)[1:] if row["x chain"])
     return [tree["x chain"]]
 
 

@@ -88,7 +88,7 @@ def test_two_families_for_one_type_of_snapshot_are_refused(hf, tmp_path, page):
         load_pretrained(tmp_path)
 
 
-def test_a_named_gdn_backend_is_refused_by_models_without_gated_delta_net():
-    with pytest.raises(UserError, match="gdn: expected backend 'auto' for a Qwen3 model"):
-        build_model("qwen3", "debug", gdn="triton")
-    assert build_model("qwen3_5", "debug", gdn="reference").gdn.backend == "reference"
+def test_a_named_recurrence_backend_is_refused_by_models_without_gated_delta_net():
+    with pytest.raises(UserError, match="recurrence: expected backend 'auto' for a Qwen3 model"):
+        build_model("qwen3", "debug", recurrence="triton")
+    assert build_model("qwen3_5", "debug", recurrence="reference").gdn.backend == "reference"

@@ -205,8 +205,8 @@ def test_snapshots_go_in_and_out(name: str, tmp_path: Path) -> None:
 def test_broken_snapshots_are_one_line(tmp_path: Path) -> None:
     folder = tmp_path / "mistral"
     hf_family("mistral").save_pretrained(folder)
-    with pytest.raises(UserError, match=r"^gdn: expected backend 'auto' for a mistral model, which"):
-        load_pretrained(folder, gdn="triton")
+    with pytest.raises(UserError, match=r"^recurrence: expected backend 'auto' for a mistral model, which"):
+        load_pretrained(folder, recurrence="triton")
     weights = load_file(folder / "model.safetensors")
     removed = weights.pop("model.norm.weight")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.layouts import Nodes
-from titan_tree.components.tree_gdn.operator import gated_delta_rule
+from titan_tree.components.recurrence.operator import tree_recurrence
 from titan_tree.tree.chunks import Chains, Chunks, make_chains, make_chunks
 from titan_tree.tree.layout import TreeLayout
 
@@ -106,10 +106,10 @@ def recurrent_layout(
     )
 
 
-# 2. The gated delta rule.
+# 2. The recurrences.
 
 
-class GdnForest(NamedTuple):
+class RecurrenceForest(NamedTuple):
     """A forest and the sizes of a layer on it."""
 
     predecessor: np.ndarray
@@ -122,29 +122,32 @@ class GdnForest(NamedTuple):
     width: int  # head dim of v
 
 
-class GdnCase(NamedTuple):
+class RecurrenceCase(NamedTuple):
     """Inputs of the rule, upstream gradients of its outputs, and the forest."""
 
-    inputs: list[Tensor]  # q, k, v, g, beta and, with a gateway, states
+    inputs: list[Tensor]  # q, k, v, g, beta (unless rule is "ssd") and, with a gateway, states
     upstream: list[Tensor]  # of o and of the exported states
     predecessor: np.ndarray
     exports: np.ndarray
     chunks: Chunks
     chains: Chains
+    rule: str
 
 
-def gdn_case(
-    sizes: GdnForest,
+def recurrence_case(
+    sizes: RecurrenceForest,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     seed: int = 0,
     hard: bool = True,
-) -> GdnCase:
+    rule: str = "gdn",
+) -> RecurrenceCase:
     """Returns a case with random values: q, k, v and the gradient of o in ``dtype``, everything else in fp32.
 
     hard: keys resemble each other, and one beta is 0. A beta of 0 is hard because the kernels divide by beta
     to compute its gradient. Use False in fp16: its exponent range is too small to compute this gradient
     accurately.
+    rule: "gdn", "kda" or "ssd". For "kda", a channel of the keys decays by exp(-5) per token.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -159,19 +162,23 @@ def gdn_case(
     g, beta = F.logsigmoid(randn(n, heads) + 2), randn(n, heads).sigmoid()
     if hard:
         beta[n // 2] = 0
+    if rule == "kda":
+        g = F.logsigmoid(randn(n, heads, width_k) + 2)
+        g[..., 1] = -5
     states = [0.3 * randn(sizes.rows, heads, width_k, width)] if sizes.rows else []
     upstream = [randn(n, heads, width).to(dtype), randn(len(sizes.exports), heads, width_k, width)]
-    inputs = [x.to(dtype) for x in (q, k, v)] + [g, beta, *states]
+    inputs = [x.to(dtype) for x in (q, k, v)] + [g, *([] if rule == "ssd" else [beta]), *states]
     exports = np.array(sizes.exports, np.int64)
     chunks = make_chunks(sizes.predecessor, exports, sizes.size)
     chains = make_chains(chunks, sizes.rows)
-    return GdnCase(
+    return RecurrenceCase(
         [x.to(device).requires_grad_() for x in inputs],
         [x.to(device) for x in upstream],
         sizes.predecessor,
         exports,
         Chunks(*(x.to(device) for x in chunks)),
         chains.map(lambda x: x.to(device)),
+        rule,
     )
 
 
@@ -183,45 +190,56 @@ def results(function: Callable, inputs: list[Tensor], upstream: list[Tensor]) ->
     return [x.detach() for x in (*outputs, *torch.autograd.grad(outputs, inputs, upstream))]
 
 
-def run_rule(case: GdnCase, backend: str) -> list[Tensor]:
+def run_rule(case: RecurrenceCase, backend: str) -> list[Tensor]:
     """Returns ``results`` of the operator with a backend's kernels, without its check of the inputs."""
 
-    def rule(q, k, v, g, beta, states=None):
-        return gated_delta_rule(backend, q, k, v, g, beta, states, case.chunks, case.chains)
+    return results(
+        lambda *x: tree_recurrence(backend, *arguments(case, x), case.chunks, case.chains),
+        case.inputs,
+        case.upstream,
+    )
 
-    return results(rule, case.inputs, case.upstream)
+
+def arguments(case: RecurrenceCase, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """Returns q, k, v, g, beta and states, from tensors like ``case.inputs``."""
+    given = [*inputs[:4], *([None] if case.rule == "ssd" else []), *inputs[4:]]
+    return given + [None] * (6 - len(given))
 
 
 def path_recurrence(q, k, v, g, beta, states=None, *, predecessor, exports):
-    """Returns o [N, G, V] and the exported states [X, G, K, V], for the inputs of ``TreeGDN.forward``.
+    """Returns o [N, G, V] and the exported states [X, G, K, V], for the inputs of ``tree_recurrence``.
 
     The rule runs token by token on every root-to-leaf path. A shared token's result is equal on all its
     paths. N: tokens, G: heads of v, V: their head dim, K: head dim of q and k, X: exported states.
     """
     group = v.shape[1] // k.shape[1]
-    q, k = (
-        (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(group, 1) for x in (q, k)
-    )
+    if beta is not None:
+        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+        q = q * k.shape[2] ** -0.5
+    q, k = (x.repeat_interleave(group, 1) for x in (q, k))
+    g = g if g.ndim == 3 else g[..., None]
     outputs, after = {}, {}
     for leaf in leaves(predecessor):
         path = path_of(leaf, predecessor)
         root = predecessor[path[0]]
         state = v.new_zeros(v.shape[1], k.shape[2], v.shape[2]) if root == -1 else states[-2 - root]
         for t in path:
-            state = state * g[t].exp()[:, None, None]
-            error = v[t] - torch.einsum("gkv,gk->gv", state, k[t])
-            state = state + torch.einsum("gk,gv->gkv", k[t], beta[t][:, None] * error)
-            outputs[t] = torch.einsum("gkv,gk->gv", state, q[t]) * k.shape[2] ** -0.5
+            state = state * g[t].exp()[..., None]
+            new = v[t]
+            if beta is not None:
+                new = beta[t][:, None] * (new - torch.einsum("gkv,gk->gv", state, k[t]))
+            state = state + torch.einsum("gk,gv->gkv", k[t], new)
+            outputs[t] = torch.einsum("gkv,gk->gv", state, q[t])
             after[t] = state
     exported = [after[t] for t in exports.tolist()]
     return torch.stack([outputs[t] for t in range(len(v))]), torch.stack(exported) if exported else v[:0]
 
 
-def exact_rule(case: GdnCase) -> list[Tensor]:
+def exact_rule(case: RecurrenceCase) -> list[Tensor]:
     """Returns ``results`` of the recurrence in float64, on the CPU."""
     inputs = [x.detach().double().cpu().requires_grad_() for x in case.inputs]
     return results(
-        lambda *x: path_recurrence(*x, predecessor=case.predecessor, exports=case.exports),
+        lambda *x: path_recurrence(*arguments(case, x), predecessor=case.predecessor, exports=case.exports),
         inputs,
         [x.cpu() for x in case.upstream],
     )

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from titan_tree import PathPairs, TreeTokenizer
+from titan_tree.components.recurrence import reference as recurrence_reference
 from titan_tree.components.tree_attention import reference as attention_reference
-from titan_tree.components.tree_gdn import reference as gdn_reference
 from titan_tree.components.tree_loss.ratios import field
 from titan_tree.components.tree_partitioner import greedy
 from titan_tree.data.readers import Place, Record, Source
@@ -87,7 +87,7 @@ class Backend:
 
 
 ATTENTION = Backend("attention", attention_reference)
-GDN = Backend("gdn", gdn_reference)
+RECURRENCE = Backend("recurrence", recurrence_reference)
 
 
 def cut(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) -> Iterable[Partition]:

@@ -135,7 +135,7 @@ class OwnReference(Reference):
 
     def __init__(self, config: Config, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         training = dataclasses.replace(config.training, compile=False, activation_checkpoint="none")
-        table = dataclasses.replace(config.model, attention="auto", gdn="auto")
+        table = dataclasses.replace(config.model, attention="auto", recurrence="auto")
         model = build_parallel_model(table, training, ParallelConfig(), OneRank(), config.lora)
         model.load_state_dict(weights)
         model.compute_dtype = dtype

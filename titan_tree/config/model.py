@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from titan_tree.config.checks import Checked, at_least, one_of, positive_number, require, setting
-from titan_tree.registry import ATTENTION_BACKENDS, GDN_BACKENDS, MODELS
+from titan_tree.registry import ATTENTION_BACKENDS, MODELS, RECURRENCE_BACKENDS
 
 
 @dataclass(kw_only=True)
@@ -20,7 +20,8 @@ class ModelConfig(Checked, table="model"):
     # library; "auto" chooses "native" if there is such a model.
     implementation: Literal["auto", "native", "transformers"] = "auto"
     attention: str = setting("auto", one_of("auto", ATTENTION_BACKENDS))  # Backend of TreeAttention.
-    gdn: str = setting("auto", one_of("auto", GDN_BACKENDS))  # Backend of TreeGDN, in models that have it.
+    # Backend of TreeGDN, TreeKDA and TreeSSD, in models that have them.
+    recurrence: str = setting("auto", one_of("auto", RECURRENCE_BACKENDS))
     overrides: dict[str, Any] = setting({})  # Sizes that replace those of the flavor.
 
 

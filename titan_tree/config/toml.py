@@ -41,6 +41,7 @@ PACKAGED = Path(__file__).parents[1] / "train_configs"  # in a checkout, a link 
 RENAMED = {
     "metrics.csv": 'metrics.loggers, a list of names: add or remove "csv"',
     "metrics.tensorboard": 'metrics.loggers, a list of names: add or remove "tensorboard"',
+    "model.gdn": "model.recurrence",
 }
 # Other names of keys in the same table. ``dump_config`` writes the key.
 SYNONYMS = {"parallel.context_parallel": "sequence_parallel"}  # torchtitan's name

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from titan_tree.components.lora import is_factor
 from titan_tree.components.moe import ExpertInfo, MoE, Routing
-from titan_tree.components.tree_gdn import TreeGDN
+from titan_tree.components.recurrence import TreeGDN
 from titan_tree.errors import UserError, unknown_name
 from titan_tree.models.block import Block
 from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
@@ -35,9 +35,9 @@ class Decoder(TreeModel):
     Args:
         config: sizes of the model.
         attention: backend of ``TreeAttention``.
-        gdn: backend of ``TreeGDN``.
+        recurrence: backend of ``TreeGDN``.
     Raises:
-        UserError: an unknown backend, or a named ``gdn`` backend for a model without Gated DeltaNet.
+        UserError: an unknown backend, or a named ``recurrence`` backend for a model without one.
     """
 
     Config: ClassVar[type[DecoderConfig]]
@@ -52,15 +52,15 @@ class Decoder(TreeModel):
 
     config: DecoderConfig
 
-    def __init__(self, config: DecoderConfig, attention: str = "auto", gdn: str = "auto") -> None:
+    def __init__(self, config: DecoderConfig, attention: str = "auto", recurrence: str = "auto") -> None:
         super().__init__(config, attention)
-        self.gdn = TreeGDN(gdn)  # without parameters, so all layers share it
+        self.gdn = TreeGDN(recurrence)  # without parameters, so all layers share it
         blocks = [self.make_block(i) for i in range(config.num_hidden_layers)]
         self.cache_streams = [stream for block in blocks for stream in block.mixer.cache_streams]
-        if gdn != "auto" and "states" not in self.cache_streams:
+        if recurrence != "auto" and "states" not in self.cache_streams:
             raise UserError(
-                f"gdn: expected backend 'auto' for a {config.title} model, which has no Gated DeltaNet "
-                f"layers, got {gdn!r}"
+                f"recurrence: expected backend 'auto' for a {config.title} model, which has no recurrent "
+                f"layers, got {recurrence!r}"
             )
         self.num_recurrent_layers = sum("states" in block.mixer.cache_streams for block in blocks)
         mixtures = [block.mlp if isinstance(block.mlp, MoE) else None for block in blocks]
@@ -172,7 +172,7 @@ class Decoder(TreeModel):
 
 
 def build_model(
-    name: str, flavor: str, attention: str = "auto", gdn: str = "auto", **overrides: Any
+    name: str, flavor: str, attention: str = "auto", recurrence: str = "auto", **overrides: Any
 ) -> Decoder:
     """Builds a model with fresh weights on the default device, which may be "meta".
 
@@ -180,7 +180,7 @@ def build_model(
         name: a family, a key of ``titan_tree.registry.MODELS``.
         flavor: a published size of that family, or "debug".
         attention: backend of ``TreeAttention``.
-        gdn: backend of ``TreeGDN``.
+        recurrence: backend of ``TreeGDN``.
         overrides: fields of the model's config that differ from the flavor's.
     Raises:
         UserError: an unknown name, flavor, backend or field, or a value that the config refuses.
@@ -193,6 +193,6 @@ def build_model(
     for field in overrides:
         if field not in fields:
             raise unknown_name(f"field of {name}'s config", field, fields)
-    model = model_class(dataclasses.replace(config, **overrides), attention, gdn)
+    model = model_class(dataclasses.replace(config, **overrides), attention, recurrence)
     model.init_weights()
     return model

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_tree.components.tree_gdn import TreeGDN, tree_causal_conv1d
+from titan_tree.components.recurrence import TreeGDN, tree_causal_conv1d
 from titan_tree.config.checks import positive_int, setting
 from titan_tree.errors import UserError
 from titan_tree.models.block import HeadExchange, Mixer

@@ -13,9 +13,9 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from titan_tree.components.recurrence import TreeGDN, tree_causal_conv1d
 from titan_tree.components.tree_attention import Scoring, TreeAttention
 from titan_tree.components.tree_attention.operator import PLAIN
-from titan_tree.components.tree_gdn import TreeGDN, tree_causal_conv1d
 from titan_tree.errors import UserError
 from titan_tree.models.layers import at_least_fp32
 from titan_tree.models.tree_model import LayersOutput, TreeModel, matrix_flops
@@ -142,13 +142,17 @@ class PlainModel(TreeModel):
         module: has ``hidden_states`` and ``output_weight``, see ``Plain``. It keeps its parameters.
         max_positions: the longest path that the module can read, in tokens.
         attention: the backend of ``TreeAttention``.
-        gdn: the backend of ``TreeGDN``.
+        recurrence: the backend of ``TreeGDN``.
     Raises:
         UserError: the module lacks one of them, or has dropout.
     """
 
     def __init__(
-        self, module: nn.Module, max_positions: int = 2**31 - 1, attention: str = "auto", gdn: str = "auto"
+        self,
+        module: nn.Module,
+        max_positions: int = 2**31 - 1,
+        attention: str = "auto",
+        recurrence: str = "auto",
     ) -> None:
         for name in ("hidden_states", "output_weight"):
             if not hasattr(module, name):
@@ -165,7 +169,7 @@ class PlainModel(TreeModel):
         weight = cast(Plain, module).output_weight
         limits = PlainConfig(vocab_size=len(weight), max_position_embeddings=max_positions)
         super().__init__(limits, attention)
-        self.module, self.gdn, self.layers = module, TreeGDN(gdn), nn.ModuleList()
+        self.module, self.gdn, self.layers = module, TreeGDN(recurrence), nn.ModuleList()
         tokens = torch.zeros(2, dtype=torch.int64, device=weight.device)
         positions = torch.arange(2, dtype=torch.int32, device=weight.device)
         layout = TreeLayout(positions=positions, subtree_end=tokens, key_index=tokens)

@@ -30,7 +30,7 @@ def load_pretrained(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
     attention: str = "auto",
-    gdn: str = "auto",
+    recurrence: str = "auto",
     implementation: Implementation = "auto",
 ) -> TreeModel:
     """Loads the model of a local snapshot.
@@ -40,7 +40,7 @@ def load_pretrained(
         dtype: dtype of the loaded weights.
         device: device of the loaded weights.
         attention: backend of ``TreeAttention``.
-        gdn: backend of ``TreeGDN``.
+        recurrence: backend of ``TreeGDN``.
         implementation: "native": titan_tree's own model. "transformers": the layers of the library
             transformers. "auto": native if there is such a model.
     Raises:
@@ -48,7 +48,7 @@ def load_pretrained(
             does not support the model.
     """
     with torch.device("meta"):
-        model = model_from_config(folder, dtype, attention, gdn, implementation)
+        model = model_from_config(folder, dtype, attention, recurrence, implementation)
     load_weights(model, folder, device, whole_weights)
     return model
 
@@ -57,7 +57,7 @@ def model_from_config(
     folder: str | Path,
     dtype: torch.dtype = torch.float32,
     attention: str = "auto",
-    gdn: str = "auto",
+    recurrence: str = "auto",
     implementation: Implementation = "auto",
 ) -> TreeModel:
     """Makes the model that a snapshot's config.json describes, without its weights, on the default device.
@@ -66,9 +66,9 @@ def model_from_config(
     """
     model: TreeModel
     if implementation == "native" or (implementation == "auto" and _is_native(Path(folder))):
-        model = hf.model_from_config(folder, attention, gdn).to(dtype)
+        model = hf.model_from_config(folder, attention, recurrence).to(dtype)
     else:
-        model = import_transformers().from_config(folder, dtype, attention, gdn)
+        model = import_transformers().from_config(folder, dtype, attention, recurrence)
     model.hf_path = Path(folder)
     return model
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from titan_tree.components.moe import MoE
-from titan_tree.components.tree_gdn import prepare_conv
+from titan_tree.components.recurrence import prepare_conv
 from titan_tree.config.checks import positive_int, positive_number, required, setting
 from titan_tree.errors import UserError
 from titan_tree.models.block import Attention, Block

@@ -106,13 +106,15 @@ def build_model_without_weights(model: ModelConfig) -> TreeModel:
                 "set model.hf_path to a snapshot"
             )
         assert model.flavor is not None
-        return build_model(model.name, model.flavor, model.attention, model.gdn, **model.overrides)
+        return build_model(model.name, model.flavor, model.attention, model.recurrence, **model.overrides)
     if model.overrides:
         raise UserError(
             "model.overrides: expected none with model.hf_path, because the snapshot sets all sizes; "
             "remove them, or set model.flavor instead of model.hf_path"
         )
-    return model_from_config(model.hf_path, torch.float32, model.attention, model.gdn, model.implementation)
+    return model_from_config(
+        model.hf_path, torch.float32, model.attention, model.recurrence, model.implementation
+    )
 
 
 def describe_architecture(config: Config, model: TreeModel, mesh: DeviceMesh | OneRank) -> dict[str, object]:

@@ -15,7 +15,7 @@ from titan_tree.components.tree_attention import Scoring
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.models.decoder import Decoder, build_model
-from titan_tree.registry import ATTENTION_BACKENDS, AUTO, GDN_BACKENDS
+from titan_tree.registry import ATTENTION_BACKENDS, AUTO, RECURRENCE_BACKENDS
 from titan_tree.scoring.score_trees import tree_logprobs
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.routed_experts import Replay
@@ -44,7 +44,7 @@ def backends(subject: Subject) -> Iterator[Finding]:
     x = torch.empty(1, 1, HEAD_DIM, device=device, dtype=dtype)
     for component, registry, inputs in (
         ("attention", ATTENTION_BACKENDS, (x, x, Scoring(), False)),
-        ("gdn", GDN_BACKENDS, (x, x, x)),
+        ("recurrence", RECURRENCE_BACKENDS, (x, x, x, x[..., 0], x[..., 0])),
     ):
         chosen = registry.resolve(AUTO, device, *inputs)
         for backend in registry:
@@ -76,7 +76,7 @@ def _test(family: str, device: torch.device, dtype: torch.dtype) -> Checked[None
     yield problem(
         family,
         f"{text}; losses differ by {loss_error:.1e}",
-        "install the versions of constraints.txt, or set model.attention=triton and model.gdn=triton; "
+        "install the versions of constraints.txt, or set model.attention=triton and model.recurrence=triton; "
         "report the output of titan-tree doctor --json",
     )
 

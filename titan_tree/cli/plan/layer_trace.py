@@ -26,16 +26,16 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_tree.components.moe import Experts
+from titan_tree.components.recurrence import TreeRecurrence
+from titan_tree.components.recurrence.buffers import empty_saved
 from titan_tree.components.tree_attention import TreeAttention, operator, plan
-from titan_tree.components.tree_gdn import TreeGDN
-from titan_tree.components.tree_gdn.buffers import empty_saved
 from titan_tree.config import ParallelConfig
 from titan_tree.distributed import titan
 from titan_tree.distributed.experts.sharded_experts import ShardedExperts
 from titan_tree.distributed.sequence_parallel import AllToAllExchange
 from titan_tree.models.block import Block, Mixer
 from titan_tree.models.decoder import Decoder
-from titan_tree.registry import ATTENTION_BACKENDS, GDN_BACKENDS
+from titan_tree.registry import ATTENTION_BACKENDS, RECURRENCE_BACKENDS
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_shards import TokenShard
@@ -43,7 +43,7 @@ from titan_tree.tree.token_tree import TokenTree
 
 POLICIES = {"none": None, "selective": titan.TreeSelectiveAC, "full": titan.FullAC}
 TRACED_TOKENS = 1024
-# A backend of TreeAttention and of TreeGDN for the meta device, which no other one accepts. It keeps the same
+# A backend of attention and of recurrences for the meta device, which no other one accepts. It keeps the same
 # tensors as "hopper" and "triton", and computes nothing.
 SHAPES: Any = SimpleNamespace(
     refusal=lambda *inputs: None,
@@ -74,7 +74,7 @@ class LayerTrace:
     def __init__(self, model: Decoder) -> None:
         self.model = copy.deepcopy(model)
         for module in self.model.modules():
-            if isinstance(module, TreeAttention | TreeGDN):
+            if isinstance(module, TreeAttention | TreeRecurrence):
                 module.backend = "shapes"
         self._traced: dict[tuple[object, ...], Kept] = {}
 
@@ -190,7 +190,7 @@ def _compiler_settings(model: Decoder) -> Iterator[None]:
     with (
         warnings.catch_warnings(action="ignore"),
         ATTENTION_BACKENDS.registered("shapes", SHAPES),
-        GDN_BACKENDS.registered("shapes", SHAPES),
+        RECURRENCE_BACKENDS.registered("shapes", SHAPES),
         torch._functorch.config.patch(unlift_effect_tokens=True),
         torch._dynamo.config.patch(specialize_float=True, do_not_emit_runtime_asserts=True),
         torch.fx.experimental._config.patch(use_duck_shape=duck_shape),  # type: ignore[attr-defined]

@@ -44,7 +44,7 @@ class WeightPart(NamedTuple):
     tensor: str  # the model's name of the snapshot's tensor
 
 
-def model_from_config(folder: str | Path, attention: str = "auto", gdn: str = "auto") -> Decoder:
+def model_from_config(folder: str | Path, attention: str = "auto", recurrence: str = "auto") -> Decoder:
     """Makes the model that a snapshot's config.json describes, without its weights, on the default device.
 
     Raises:
@@ -69,7 +69,7 @@ def model_from_config(folder: str | Path, attention: str = "auto", gdn: str = "a
     expected = [model_class.hf_architectures[model_type]]
     if (architectures := config.get("architectures") or expected) != expected:
         raise UserError(f"{path}: architectures: expected {expected}, got {architectures!s:.60}")
-    return model_class(model_class.Config.from_hf(config, str(path)), attention, gdn)
+    return model_class(model_class.Config.from_hf(config, str(path)), attention, recurrence)
 
 
 def read_weights(folder: str | Path, model: Decoder, shards: WeightShards) -> Iterator[WeightPart]:

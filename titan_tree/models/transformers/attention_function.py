@@ -17,8 +17,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from titan_tree.components.recurrence import TreeGDN
 from titan_tree.components.tree_attention import Scoring, TreeAttention
-from titan_tree.components.tree_gdn import TreeGDN
 from titan_tree.tree.layout import TreeLayout
 
 # The attention function's name in transformers' registry, by the implementation that it calls without a tree.

@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_tree.components.recurrence import TreeGDN, tree_causal_conv1d
 from titan_tree.components.tree_attention import TreeAttention
-from titan_tree.components.tree_gdn import TreeGDN, tree_causal_conv1d
 from titan_tree.errors import UserError
 from titan_tree.models.block import LayerOutput
 from titan_tree.models.layers import at_least_fp32

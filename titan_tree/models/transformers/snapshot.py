@@ -29,7 +29,7 @@ LAYER = re.compile(r"layers\.(\d+)\.layer\.")
 
 
 def from_config(
-    folder: str | Path, dtype: torch.dtype = torch.float32, attention: str = "auto", gdn: str = "auto"
+    folder: str | Path, dtype: torch.dtype = torch.float32, attention: str = "auto", recurrence: str = "auto"
 ) -> TransformersModel:
     """Makes the model that a snapshot's config.json describes, without its weights, on the default device.
 
@@ -39,7 +39,7 @@ def from_config(
     config = _read_config(folder)
     with _errors_in_one_line(Path(folder) / CONFIG):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    return TransformersModel(model, attention, gdn)
+    return TransformersModel(model, attention, recurrence)
 
 
 def fill(model: TransformersModel, folder: str | Path, shards: WeightShards) -> None:

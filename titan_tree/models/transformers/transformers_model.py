@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from titan_tree.components.tree_gdn import TreeGDN, prepare_conv
+from titan_tree.components.recurrence import TreeGDN, prepare_conv
 from titan_tree.errors import UserError
 from titan_tree.models.transformers.attention_function import NAME, arguments
 from titan_tree.models.transformers.blocks import (
@@ -54,17 +54,17 @@ class TransformersModel(TreeModel):
         model: a supported model, on any device, also "meta". It becomes part of this one, and can no longer
             be used by itself.
         attention: backend of ``TreeAttention``.
-        gdn: backend of ``TreeGDN``.
+        recurrence: backend of ``TreeGDN``.
     Attributes:
         hf_config: the config of transformers.
     Raises:
-        UserError: the model cannot run on trees, or a named ``gdn`` backend for a model without Gated
+        UserError: the model cannot run on trees, or a named ``recurrence`` backend for a model without Gated
             DeltaNet.
     """
 
     quantization: Collection[str] = ()  # methods of quantization that the layers may have
 
-    def __init__(self, model: PreTrainedModel, attention: str = "auto", gdn: str = "auto") -> None:
+    def __init__(self, model: PreTrainedModel, attention: str = "auto", recurrence: str = "auto") -> None:
         text = model.config.get_text_config()
         if text is not model.config:
             raise UserError(
@@ -81,7 +81,7 @@ class TransformersModel(TreeModel):
         model.set_attn_implementation(NAME)
         base: Any = model.base_model
         self.base = base
-        self.gdn = TreeGDN(gdn)
+        self.gdn = TreeGDN(recurrence)
         self._take_layers(base)
         head = model.get_output_embeddings()
         if getattr(head, "bias", None) is not None:
@@ -94,10 +94,10 @@ class TransformersModel(TreeModel):
         self.windows = list(dict.fromkeys(windows))
         self.cache_streams = [layer.stream for layer in self.sizes for _ in layer.rows]
         self.num_recurrent_layers = sum(layer.call is None for layer in self.sizes)
-        if gdn != "auto" and not self.num_recurrent_layers:
+        if recurrence != "auto" and not self.num_recurrent_layers:
             raise UserError(
-                f"gdn: expected backend 'auto' for a {text.model_type} model, which has no Gated DeltaNet "
-                f"layers, got {gdn!r}"
+                f"recurrence: expected backend 'auto' for a {text.model_type} model, which has no recurrent "
+                f"layers, got {recurrence!r}"
             )
 
     def prepare(self, layout: TreeLayout) -> TreeLayout:

@@ -44,7 +44,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_tree.components.tree_gdn.buffers import (
+from titan_tree.components.recurrence.buffers import (
     Run,
     Saved,
     empty_states,
@@ -52,7 +52,7 @@ from titan_tree.components.tree_gdn.buffers import (
     run_rounds,
     sizes,
 )
-from titan_tree.components.tree_gdn.reference import EPSILON
+from titan_tree.components.recurrence.reference import EPSILON
 from titan_tree.tree.chunks import CHUNK, Chains, Chunks
 
 LOG2_E = tl.constexpr(1.4426950408889634)

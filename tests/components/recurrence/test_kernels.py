@@ -10,35 +10,35 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.cases import slow_except
 from tests.support.forests import (
-    GdnForest,
+    RecurrenceForest,
     assert_relative,
     exact_rule,
     forest,
-    gdn_case,
     ladder,
     random_forest,
+    recurrence_case,
     results,
     run_rule,
 )
-from titan_tree.components.tree_gdn import operator
-from titan_tree.components.tree_gdn.operator import gated_delta_rule
+from titan_tree.components.recurrence import operator
+from titan_tree.components.recurrence.operator import tree_recurrence
 from titan_tree.errors import UserError
 from titan_tree.tree.chunks import make_chains, make_chunks
 
 CASES = {
-    "chain": GdnForest(forest([-1], [150]), [], 0, 64, 1, 2, 32, 16),
-    "two tokens": GdnForest(forest([-1], [2]), [], 0, 64, 1, 1, 16, 16),
-    "1-token nodes": GdnForest(random_forest(1, 8, 1), [7, 3], 0, 16, 1, 1, 16, 16),
-    "star": GdnForest(forest([-1, 0, 0], [17, 1, 2]), [], 0, 16, 2, 4, 16, 16),
-    "deep": GdnForest(forest(ladder(4), [3] * 9), [], 0, 16, 1, 1, 16, 16),
-    "forest": GdnForest(forest([-1, 0, -1], [70, 9, 5]), [], 0, 64, 1, 3, 16, 32),
+    "chain": RecurrenceForest(forest([-1], [150]), [], 0, 64, 1, 2, 32, 16),
+    "two tokens": RecurrenceForest(forest([-1], [2]), [], 0, 64, 1, 1, 16, 16),
+    "1-token nodes": RecurrenceForest(random_forest(1, 8, 1), [7, 3], 0, 16, 1, 1, 16, 16),
+    "star": RecurrenceForest(forest([-1, 0, 0], [17, 1, 2]), [], 0, 16, 2, 4, 16, 16),
+    "deep": RecurrenceForest(forest(ladder(4), [3] * 9), [], 0, 16, 1, 1, 16, 16),
+    "forest": RecurrenceForest(forest([-1, 0, -1], [70, 9, 5]), [], 0, 64, 1, 3, 16, 32),
     # Rows 0 and 3 are read by nobody, row 1 twice. One token is exported twice, as padding is.
-    "gateway": GdnForest(
+    "gateway": RecurrenceForest(
         forest([-1, 0, 0, -1, -1], [20, 10, 8, 5, 30], {0: 2, 3: 1, 4: 1}),
         [19, 40, 72, 72], 4, 16, 1, 2, 32, 16,
     ),
 }  # fmt: skip
-SMALL_GATEWAY = GdnForest(forest([-1, 0, -1], [3, 2, 2], {0: 1}), [2, 6], 2, 64, 1, 2, 16, 16)
+SMALL_GATEWAY = RecurrenceForest(forest([-1, 0, -1], [3, 2, 2], {0: 1}), [2, 6], 2, 64, 1, 2, 16, 16)
 
 in_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles if there is a GPU")
 
@@ -46,7 +46,7 @@ in_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton co
 @in_interpreter
 @pytest.mark.parametrize("name", slow_except(("1-token nodes", "two tokens"), CASES))
 def test_interpreted_kernels_equal_recurrence(name):
-    case = gdn_case(CASES[name])
+    case = recurrence_case(CASES[name])
     got = run_rule(case, "triton")
     assert_relative(got, exact_rule(case), 5e-6)
 
@@ -55,28 +55,29 @@ def test_interpreted_kernels_equal_recurrence(name):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_equal_recurrence_on_a_gpu(name, dtype, tolerance):
-    case = gdn_case(CASES[name], dtype, "cuda")
+    case = recurrence_case(CASES[name], dtype, "cuda")
     got = run_rule(case, "triton")
     assert_relative(got, exact_rule(case), tolerance)
     assert all(map(torch.equal, got, run_rule(case, "triton")))
 
 
+@pytest.mark.parametrize("rule", ["gdn", "kda", "ssd"])
 @pytest.mark.parametrize("name", CASES)
-def test_reference_operator_equals_recurrence(name):
-    case = gdn_case(CASES[name])
+def test_reference_operator_equals_recurrence(name, rule):
+    case = recurrence_case(CASES[name], rule=rule)
     assert_relative(run_rule(case, "reference"), exact_rule(case), 5e-6)
 
 
 def test_strided_inputs_and_one_gradient_alone():
     """Only the exported states are used, and only beta requires a gradient."""
-    case = gdn_case(SMALL_GATEWAY)
+    case = recurrence_case(SMALL_GATEWAY)
     want = exact_rule(case._replace(upstream=[torch.zeros_like(case.upstream[0]), case.upstream[1]]))
     strided = [x.detach().mT.contiguous().mT for x in case.inputs]
     beta = strided[4].requires_grad_()
     for backend in ("triton", "reference"):
         if backend == "triton" and torch.cuda.is_available():
             continue
-        _, exported = gated_delta_rule(backend, *strided, case.chunks, case.chains)
+        _, exported = tree_recurrence(backend, *strided, case.chunks, case.chains)
         (dbeta,) = torch.autograd.grad(exported, beta, case.upstream[1])
         assert_relative([dbeta], [want[-2]], 5e-6)
 
@@ -90,7 +91,7 @@ def test_all_forests_share_one_compiled_graph():
         return graph
 
     def rule(chunks, chains, q, *others):
-        return [gated_delta_rule("reference", q.sin(), *others, None, chunks, chains)[0].cos()]
+        return [tree_recurrence("reference", q.sin(), *others, None, chunks, chains)[0].cos()]
 
     torch._dynamo.reset()
     compiled = torch.compile(rule, backend=backend, fullgraph=True, dynamic=True)
@@ -108,10 +109,10 @@ def test_all_forests_share_one_compiled_graph():
 
 @pytest.mark.slow
 def test_inductor_and_checkpointing_change_nothing():
-    case = gdn_case(CASES["gateway"])
+    case = recurrence_case(CASES["gateway"])
 
     def rule(*x):
-        return gated_delta_rule("reference", *x, case.chunks, case.chains)
+        return tree_recurrence("reference", *x, case.chunks, case.chains)
 
     want = results(rule, case.inputs, case.upstream)
     torch._dynamo.reset()
@@ -126,20 +127,20 @@ def test_inductor_and_checkpointing_change_nothing():
 @pytest.mark.parametrize("backend", [pytest.param("triton", marks=in_interpreter), "reference"])
 def test_operator_keeps_its_contract(backend):
     """Fake results have the true shapes, strides and dtypes, and inputs stay unchanged."""
-    case = gdn_case(SMALL_GATEWAY)
+    case = recurrence_case(SMALL_GATEWAY)
     metadata = [*case.chunks, *case.chains]
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(operator.tree_gdn, (*case.inputs, metadata, backend), test_utils=tests)
+    torch.library.opcheck(operator.recurrence, (*case.inputs, metadata, backend), test_utils=tests)
     plain = [x.detach() for x in case.inputs]
-    _, _, *saved = operator.tree_gdn(*plain, metadata, backend)
+    _, _, *saved = operator.recurrence(*plain, metadata, backend)
     arguments = *case.upstream, *plain, saved, metadata, backend
-    torch.library.opcheck(operator.tree_gdn_backward, arguments, test_utils=tests)
+    torch.library.opcheck(operator.recurrence_backward, arguments, test_utils=tests)
 
 
 def test_a_wrong_number_of_states_is_refused():
-    case = gdn_case(CASES["gateway"])
+    case = recurrence_case(CASES["gateway"])
     with pytest.raises(UserError, match="expected 4 states from a gateway, got 3"):
-        gated_delta_rule("triton", *case.inputs[:-1], case.inputs[-1][1:], case.chunks, case.chains)
+        tree_recurrence("triton", *case.inputs[:-1], case.inputs[-1][1:], case.chunks, case.chains)
 
 
 @pytest.mark.parametrize("seed", slow_except(range(10), range(30)))

@@ -7,15 +7,15 @@ import torch
 from tests.support.cases import exhaustive
 from tests.support.forests import forest
 from tests.support.hopper_compiler import SHARED_MEMORY, compile_launches, compiled_by
-from titan_tree.components.tree_gdn import hopper
-from titan_tree.components.tree_gdn.hopper import inputs as inputs_pass
+from titan_tree.components.recurrence import hopper
+from titan_tree.components.recurrence.hopper import inputs as inputs_pass
 from titan_tree.tree.chunks import make_chains, make_chunks
 
 BUILDS = (64, 128)
 SOURCES = (
     "components/rings.py",
-    "components/tree_gdn/hopper",
-    "components/tree_gdn/buffers.py",
+    "components/recurrence/hopper",
+    "components/recurrence/buffers.py",
     "tree/chunks.py",
     "tree/chunks.py",
 )

@@ -1,7 +1,7 @@
 """Times TreeGDN and its convolution on token trees, in milliseconds, beside implementations for sequences.
 
-titan-tree bench gdn                                   # on a GPU, all trees
-titan-tree bench gdn --tree chain agent --heads 16 64  # as in Qwen3.5's larger models
+titan-tree bench recurrence                                   # on a GPU, all trees
+titan-tree bench recurrence --tree chain agent --heads 16 64  # as in Qwen3.5's larger models
 
 The measured core of a Gated DeltaNet layer has no projections: it goes from q, k, v, the decays and beta to
 the output, through the module, autograd and the operator. All contenders take turns in one process on
@@ -44,7 +44,7 @@ from titan_tree.bench.record import (
     wall_s,
 )
 from titan_tree.bench.trees import SHAPES, flat_sample, random_tree
-from titan_tree.components.tree_gdn import TreeGDN, prepare_conv, tree_causal_conv1d
+from titan_tree.components.recurrence import TreeGDN, prepare_conv, tree_causal_conv1d
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.chunks import make_chains, make_chunks
 from titan_tree.tree.gateway import predecessors

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.cases import exhaustive, slow_except
 from tests.support.forests import leaves, path_of, predecessors, recurrent_layout
 from tests.support.layouts import random_nodes
-from titan_tree.components.tree_gdn import conv, reference
+from titan_tree.components.recurrence import conv, reference
 from titan_tree.errors import UserError
 
 TREES = {

@@ -30,6 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from titan_tree.components.recurrence.buffers import Factors, Saved
+from titan_tree.components.recurrence.hopper.tiles import rows_of, store_tokens
 from titan_tree.components.rings import (
     Ring,
     make_ring,
@@ -41,8 +43,6 @@ from titan_tree.components.rings import (
     wait_empty,
     wait_full,
 )
-from titan_tree.components.tree_gdn.buffers import Factors, Saved
-from titan_tree.components.tree_gdn.hopper.tiles import rows_of, store_tokens
 from titan_tree.tree.chunks import CHUNK, Chunks
 
 C = gl.constexpr(CHUNK)

@@ -29,9 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from titan_tree.components.rings import make_ring, matrix, release, vector, wait_full
-from titan_tree.components.tree_gdn.buffers import Run, Saved, run_rounds
-from titan_tree.components.tree_gdn.hopper.tiles import (
+from titan_tree.components.recurrence.buffers import Run, Saved, run_rounds
+from titan_tree.components.recurrence.hopper.tiles import (
     BLOCK_V,
     C,
     Memory,
@@ -43,6 +42,7 @@ from titan_tree.components.tree_gdn.hopper.tiles import (
     tile_of,
     work_of,
 )
+from titan_tree.components.rings import make_ring, matrix, release, vector, wait_full
 from titan_tree.errors import UserError
 from titan_tree.tree.chunks import CHUNK, Chains, Chunks
 

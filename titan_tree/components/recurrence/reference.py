@@ -1,4 +1,4 @@
-"""Backend "reference": the gated delta rule in plain PyTorch; and the definition of the causal convolution.
+"""Backend "reference": the recurrences in plain PyTorch; and the definition of the causal convolution.
 
 Both run on any device and in any float dtype. A chunk that starts from the state S is computed at once, with
 decays summed from its start, G_i = g_1 + .. + g_i (Yang et al., arXiv:2412.06464, section 3.3):
@@ -6,19 +6,23 @@ decays summed from its start, G_i = g_1 + .. + g_i (Yang et al., arXiv:2412.0646
     A_ij = beta_i exp(G_i - G_j) k_i.k_j  (j < i);   T = (I + A)^-1 diag(beta)
     n = T (v - exp(G) k S);   o_i = exp(G_i) q_i S + sum_{j <= i} exp(G_i - G_j) (q_i.k_j) n_j
     S' = exp(G_last) S + sum_j exp(G_last - G_j) k_j n_j^T
+
+With a decay per channel, exp(G_i - G_j) is part of the sum over channels in k_i.k_j and q_i.k_j. It is
+computed per pair of tokens: exp(-G_j) alone would overflow. Without the delta rule, n = v.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_tree.components.tree_gdn import buffers
-from titan_tree.components.tree_gdn.buffers import Saved
+from titan_tree.components.recurrence import buffers
+from titan_tree.components.recurrence.buffers import Saved
 from titan_tree.tree.chunks import Chains, Chunks
 from titan_tree.tree.layout import TreeLayout
 
@@ -33,60 +37,62 @@ def is_automatic(device: torch.device) -> bool:
     return device.type != "cuda"
 
 
-def refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def refusal(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> str | None:
     """Returns None: it computes all inputs."""
     return None
 
 
-def empty_saved(q: Tensor, v: Tensor, chains: Chains) -> Saved:
+def empty_saved(q: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, chains: Chains) -> Saved:
     """Returns tensors without elements: the backward pass recomputes everything."""
-    return Saved(*(x.new_empty(0) for x in buffers.empty_saved(q, v, chains)))
+    return Saved(*(x.new_empty(0) for x in buffers.empty_saved(q, v, g, beta, chains)))
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor | None, chunks: Chunks,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, states: Tensor | None, chunks: Chunks,
     chains: Chains,
 ) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
-    """See ``GdnBackend.forward``."""
-    o, exported = gated_delta_rule(q, k, v, g, beta, states, chunks)
-    return o.contiguous(), exported, empty_saved(q, v, chains)
+    """See ``RecurrenceBackend.forward``."""
+    o, exported = recurrence(q, k, v, g, beta, states, chunks)
+    return o.contiguous(), exported, empty_saved(q, v, g, beta, chains)
 
 
 def backward(
-    do: Tensor, dexported: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+    do: Tensor, dexported: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None,
     states: Tensor | None, saved: Saved, chunks: Chunks, chains: Chains,
 ) -> list[Tensor]:  # fmt: skip
-    """See ``GdnBackend.backward``. Recomputes the forward pass under autograd and differentiates that."""
+    """See ``RecurrenceBackend.backward``. Repeats the forward pass under autograd and differentiates it."""
     # Inside an operator, autograd's dispatch keys are off, and enable_grad alone does not turn them on.
     recording = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
     with recording, torch.enable_grad():
-        inputs = q, k, v, g, beta = [x.detach().requires_grad_() for x in (q, k, v, g, beta)]
-        if states is not None:
-            states = states.detach().requires_grad_()
-            inputs = [*inputs, states]
-        o, exported = gated_delta_rule(q, k, v, g, beta, states, chunks)
+        q, k, v, g = inputs = [x.detach().requires_grad_() for x in (q, k, v, g)]
+        beta, states = optional = [None if x is None else x.detach().requires_grad_() for x in (beta, states)]
+        inputs += [x for x in optional if x is not None]
+        o, exported = recurrence(q, k, v, g, beta, states, chunks)
         # An empty tensor of exported states has no graph.
         outputs, upstream = ([o, exported], [do, dexported]) if len(exported) else ([o], [do])
         gradients = torch.autograd.grad(outputs, inputs, upstream, allow_unused=True, materialize_grads=True)
     return [x.contiguous() for x in gradients]
 
 
-# 2. The gated delta rule.
+# 2. The rules.
 
 
-def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor | None, chunks: Chunks
+def recurrence(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, states: Tensor | None, chunks: Chunks
 ) -> tuple[Tensor, Tensor]:
     """Returns o [N, G, V] and the states [X, G, K, V] after ``chunks.exported``.
 
-    The result is differentiable any number of times. See ``TreeGDN.forward`` for the arguments.
+    The result is differentiable any number of times. The arguments are those of ``TreeGDN``, ``TreeKDA`` or,
+    without beta, ``TreeSSD``.
     """
     start, before, exported = (x.tolist() for x in chunks)
     dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
     repeat = v.shape[1] // k.shape[1]
-    q, k, v, g, beta = (x.to(wide) for x in (q, k, v, g, beta))
-    q, k = (normalize(x).repeat_interleave(repeat, 1) for x in (q, k))
-    prepared = _prepared(q * k.shape[-1] ** -0.5, k, v, g, beta, start)
+    q, k, v, g = (x.to(wide) for x in (q, k, v, g))
+    if beta is not None:
+        beta, q, k = beta.to(wide), normalize(q) * k.shape[-1] ** -0.5, normalize(k)
+    q, k = (x.repeat_interleave(repeat, 1) for x in (q, k))
+    prepared = _prepared(q, k, v, g if g.ndim == 3 else g[..., None], beta, start)
 
     zero = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1])
     outputs: list[Tensor] = []
@@ -99,7 +105,7 @@ def gated_delta_rule(
         else:
             state = last[source] if source >= 0 else zero
         read, mixed, t, key_in, key_out, value, keep = prepared[c]
-        new = t @ (value - key_in @ state)
+        new = value if t is None else t @ (value - key_in @ state)
         outputs.append((read @ state + mixed @ new)[:, : start[c + 1] - start[c]])
         if c in wanted:
             last[c] = keep * state + key_out.mT @ new
@@ -108,16 +114,16 @@ def gated_delta_rule(
 
 
 def _prepared(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, start: Sequence[int]
-) -> dict[int, tuple[Tensor, ...]]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, start: Sequence[int]
+) -> dict[int, tuple[Any, ...]]:
     """Returns exp(G) q, P, T, exp(G) k, exp(G_last - G) k, v, exp(G_last) per chunk: [heads, size, ...].
 
-    P_ij = exp(G_i - G_j) (q_i.k_j) for j <= i. The size of a chunk is rounded up to a power of two, so that
-    short chunks cost little. The tokens that fill it up change nothing: their keys are 0 and they do not
-    decay.
+    P_ij = exp(G_i - G_j) (q_i.k_j) for j <= i. Without beta, T is None. g is [N, G, 1] or [N, G, K]. The size
+    of a chunk is rounded up to a power of two, so that short chunks cost little. The tokens that fill it up
+    change nothing: their keys are 0 and they do not decay.
     """
     sizes = [1 << (stop - first - 1).bit_length() for first, stop in pairwise(start)]
-    prepared: dict[int, tuple[Tensor, ...]] = {}
+    prepared: dict[int, tuple[Any, ...]] = {}
     for size in set(sizes):
         members = [c for c, other in enumerate(sizes) if other == size]
         first, stop = (torch.tensor([start[c + i] for c in members], device=v.device) for i in (0, 1))
@@ -128,17 +134,27 @@ def _prepared(
         def in_chunks(x: Tensor, token: Tensor = token, is_token: Tensor = is_token) -> Tensor:
             return (x[token] * is_token.view(*is_token.shape, *[1] * (x.ndim - 1))).transpose(1, 2)
 
-        qs, ks, vs, gs, betas = map(in_chunks, (q, k, v, g, beta))
-        total = gs.cumsum(-1)
-        decay = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
-        a = (betas[..., None] * decay * (ks @ ks.mT)).tril(-1)
-        one = torch.eye(size, dtype=v.dtype, device=v.device)
-        t = torch.linalg.solve_triangular(a + one, torch.diag_embed(betas), upper=False)
-        p = decay * (qs @ ks.mT)
-        gain, rest = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
-        columns = qs * gain, p, t, ks * gain, ks * rest, vs, total[..., -1].exp()[..., None, None]
-        prepared |= {c: tuple(x[i] for x in columns) for i, c in enumerate(members)}
+        qs, ks, vs, gs = map(in_chunks, (q, k, v, g))
+        total, t = gs.cumsum(-2), None
+        if beta is not None:
+            betas, one = in_chunks(beta), torch.eye(size, dtype=v.dtype, device=v.device)
+            a = (betas[..., None] * _products(ks, ks, total)).tril(-1)
+            t = torch.linalg.solve_triangular(a + one, torch.diag_embed(betas), upper=False)
+        last = total[..., -1:, :]
+        gain, rest = total.exp(), (last - total).exp()
+        columns = qs * gain, _products(qs, ks, total), t, ks * gain, ks * rest, vs, last.mT.exp()
+        prepared |= {c: tuple(None if x is None else x[i] for x in columns) for i, c in enumerate(members)}
     return prepared
+
+
+def _products(rows: Tensor, columns: Tensor, total: Tensor) -> Tensor:
+    """Returns the sum over channels of exp(G_i - G_j) rows_i columns_j for j <= i, else 0."""
+    is_future = torch.ones(*[rows.shape[-2]] * 2, dtype=torch.bool, device=rows.device).triu(1)
+    lost = total[..., :, None, :] - total[..., None, :, :]
+    decay = lost.masked_fill(is_future[..., None], -torch.inf).exp()
+    if decay.shape[-1] == 1:
+        return decay[..., 0] * (rows @ columns.mT)
+    return torch.einsum("...ik,...jk,...ijk->...ij", rows, columns, decay)
 
 
 def normalize(x: Tensor) -> Tensor:

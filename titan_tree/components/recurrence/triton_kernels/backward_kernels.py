@@ -35,8 +35,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_tree.components.tree_gdn.buffers import Run, Saved, precision, sizes
-from titan_tree.components.tree_gdn.triton_kernels.forward_kernels import (
+from titan_tree.components.recurrence.buffers import Run, Saved, precision, sizes
+from titan_tree.components.recurrence.triton_kernels.forward_kernels import (
     decayed,
     inverse_length,
     load_hidden,

@@ -29,8 +29,8 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from titan_tree.components.tree_gdn import conv_kernels
-from titan_tree.components.tree_gdn.reference import conv_sources
+from titan_tree.components.recurrence import conv_kernels
+from titan_tree.components.recurrence.reference import conv_sources
 from titan_tree.errors import UserError
 from titan_tree.tree.layout import TreeLayout
 

@@ -5,31 +5,31 @@ import pytest
 import torch
 
 from tests.support.forests import (
-    GdnForest,
+    RecurrenceForest,
     assert_relative,
     exact_rule,
     forest,
-    gdn_case,
     ladder,
     random_forest,
+    recurrence_case,
     run_rule,
 )
 from tests.support.gluon_emulator import EmulatedKernel
-from titan_tree.components.tree_gdn import hopper
-from titan_tree.components.tree_gdn.buffers import empty_saved, empty_states
-from titan_tree.components.tree_gdn.hopper import inputs as inputs_pass
-from titan_tree.components.tree_gdn.hopper import passes
+from titan_tree.components.recurrence import hopper
+from titan_tree.components.recurrence.buffers import empty_saved, empty_states
+from titan_tree.components.recurrence.hopper import inputs as inputs_pass
+from titan_tree.components.recurrence.hopper import passes
 from titan_tree.errors import UserError
 from titan_tree.tree.chunks import make_chains, make_chunks
 
 KERNELS = (passes, "_chain_kernel"), (passes, "_gradient_kernel"), (inputs_pass, "_inputs_kernel")
 CASES = {
-    "chain": GdnForest(forest([-1], [270]), [], 0, 64, 1, 2, 64, 64),
-    "two tokens": GdnForest(forest([-1], [2]), [], 0, 64, 1, 1, 64, 128),
-    "star": GdnForest(forest([-1] + [0] * 4, [20, 17, 1, 9, 5]), [], 0, 16, 2, 4, 64, 64),
-    "deep": GdnForest(forest(ladder(4), [3] * 9), [], 0, 16, 1, 2, 128, 64),
-    "forest": GdnForest(random_forest(4, 9, 40, 0.3), [], 0, 64, 1, 3, 64, 64),
-    "gateway": GdnForest(
+    "chain": RecurrenceForest(forest([-1], [270]), [], 0, 64, 1, 2, 64, 64),
+    "two tokens": RecurrenceForest(forest([-1], [2]), [], 0, 64, 1, 1, 64, 128),
+    "star": RecurrenceForest(forest([-1] + [0] * 4, [20, 17, 1, 9, 5]), [], 0, 16, 2, 4, 64, 64),
+    "deep": RecurrenceForest(forest(ladder(4), [3] * 9), [], 0, 16, 1, 2, 128, 64),
+    "forest": RecurrenceForest(random_forest(4, 9, 40, 0.3), [], 0, 64, 1, 3, 64, 64),
+    "gateway": RecurrenceForest(
         forest([-1, 0, 0, -1, -1], [20, 10, 8, 5, 30], {0: 2, 3: 1, 4: 1}),
         [19, 40, 72, 72], 4, 16, 1, 2, 64, 64,
     ),
@@ -42,9 +42,9 @@ CASES = {
 def test_emulated_kernels_equal_recurrence(name, monkeypatch):
     """The inputs are fp16, whose rounding errors are smaller than bf16's and so hide less.
 
-    They are not hard: see ``gdn_case``.
+    They are not hard: see ``recurrence_case``.
     """
-    case = gdn_case(CASES[name], torch.float16, hard=False)
+    case = recurrence_case(CASES[name], torch.float16, hard=False)
     for module, kernel in KERNELS:
         monkeypatch.setattr(module, kernel, EmulatedKernel(getattr(module, kernel)))
     monkeypatch.setattr(inputs_pass, "num_multiprocessors", lambda device: 3)
@@ -60,8 +60,8 @@ def test_emulated_kernels_equal_recurrence(name, monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_equal_recurrence_on_a_gpu(name):
     """The inputs are those of the emulated kernels, in bf16."""
-    case = gdn_case(CASES[name], torch.bfloat16, "cuda", hard=False)
-    assert hopper.refusal(*case.inputs[:3]) is None
+    case = recurrence_case(CASES[name], torch.bfloat16, "cuda", hard=False)
+    assert hopper.refusal(*case.inputs[:5]) is None
     got = run_rule(case, "hopper")
     assert_relative(got, exact_rule(case), 3e-2)
     for _ in range(10):
@@ -72,6 +72,6 @@ def test_too_many_chunks_are_refused():
     k, v = (torch.empty(1, 32, 128, dtype=torch.bfloat16, device="meta") for _ in range(2))
     chunks = make_chunks(np.full(150_000, -1), np.empty(0, np.int64))
     chains = make_chains(chunks)
-    saved = empty_saved(k, v, chains)
+    saved = empty_saved(k, v, v[..., 0], v[..., 0], chains)
     with pytest.raises(UserError, match="150,000 chunks and 32 heads"):
         passes.states(k, v, *empty_states(saved), saved, chunks, chains)

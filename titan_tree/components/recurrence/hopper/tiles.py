@@ -13,8 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from titan_tree.components.recurrence.buffers import Factors
 from titan_tree.components.rings import Ring, matrix, wait_empty
-from titan_tree.components.tree_gdn.buffers import Factors
 from titan_tree.tree.chunks import CHUNK
 
 BLOCK_V = gl.constexpr(64)  # columns of V for a program: the rows of the tensor cores' products

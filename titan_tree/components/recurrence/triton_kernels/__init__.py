@@ -12,17 +12,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from titan_tree.components.tree_gdn.buffers import empty_saved
-from titan_tree.components.tree_gdn.triton_kernels import launch
-from titan_tree.components.tree_gdn.triton_kernels.backward_kernels import input_gradients, state_gradients
-from titan_tree.components.tree_gdn.triton_kernels.forward_kernels import make_states, outputs
+from titan_tree.components.recurrence.buffers import empty_saved
+from titan_tree.components.recurrence.triton_kernels import launch
+from titan_tree.components.recurrence.triton_kernels.backward_kernels import input_gradients, state_gradients
+from titan_tree.components.recurrence.triton_kernels.forward_kernels import make_states, outputs
 
 __all__ = ["backward", "empty_saved", "forward", "is_automatic", "refusal"]
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 PASSES = launch.Passes(outputs, partial(make_states, leave=False), state_gradients, input_gradients)
-forward = partial(launch.forward, PASSES)  # see GdnBackend
+forward = partial(launch.forward, PASSES)  # see RecurrenceBackend
 backward = partial(launch.backward, PASSES)
 
 
@@ -31,10 +31,14 @@ def is_automatic(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """See ``GdnBackend.refusal``."""
+def refusal(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> str | None:
+    """See ``RecurrenceBackend.refusal``."""
     if q.device.type != "cuda" and not INTERPRET:
         return f"needs a CUDA device, got {q.device}; use 'reference', or set TRITON_INTERPRET=1 to debug"
+    if beta is None:
+        return "expected beta, because its kernels compute the delta rule alone; use 'reference'"
+    if g.ndim == 3:
+        return "expected g [N, G], got a decay per channel of the keys; use 'reference'"
     dtypes = {q.dtype, k.dtype, v.dtype}
     if dtypes not in ({torch.bfloat16}, {torch.float32}):
         return (

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_tree.components.tree_gdn.buffers import Run, Saved, empty_saved, empty_states
-from titan_tree.components.tree_gdn.triton_kernels.backward_kernels import sum_children
-from titan_tree.components.tree_gdn.triton_kernels.forward_kernels import make_scores, prepare_chunks
+from titan_tree.components.recurrence.buffers import Run, Saved, empty_saved, empty_states
+from titan_tree.components.recurrence.triton_kernels.backward_kernels import sum_children
+from titan_tree.components.recurrence.triton_kernels.forward_kernels import make_scores, prepare_chunks
 from titan_tree.errors import UserError
 from titan_tree.tree.chunks import Chains, Chunks
 
@@ -40,7 +40,7 @@ def forward(
     passes: Passes, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor | None,
     chunks: Chunks, chains: Chains,
 ) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
-    """Runs ``GdnBackend.forward`` with the kernels of ``passes``.
+    """Runs ``RecurrenceBackend.forward`` with the kernels of ``passes``.
 
     Raises:
         UserError: the number of states is not the one that the layout expects.
@@ -48,8 +48,8 @@ def forward(
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     expected, num_rows = int(chains.rounds[0, 1]), 0 if states is None else len(states)
     if num_rows != expected:
-        raise UserError(f"TreeGDN: the layout expected {expected} states from a gateway, got {num_rows}")
-    saved = empty_saved(q, v, chains)
+        raise UserError(f"recurrence: the layout expected {expected} states from a gateway, got {num_rows}")
+    saved = empty_saved(q, v, g, beta, chains)
     prepare_chunks(q, k, g, beta, v, saved, chunks)
     if states is not None:
         saved.slots[:num_rows] = states.mT
@@ -67,7 +67,7 @@ def backward(
     passes: Passes, do: Tensor, dexported: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     states: Tensor | None, saved: Saved, chunks: Chunks, chains: Chains,
 ) -> list[Tensor]:  # fmt: skip
-    """Runs ``GdnBackend.backward`` with the kernels of ``passes``."""
+    """Runs ``RecurrenceBackend.backward`` with the kernels of ``passes``."""
     do, q, k, v, g, beta = (x.contiguous() for x in (do, q, k, v, g, beta))
     (n, heads_k, width_k), (_, heads, width), rounds = k.shape, v.shape, chains.rounds.tolist()
     dq, dk = (q.new_empty(n, heads, width_k) for _ in range(2))

@@ -13,16 +13,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from titan_tree.components.recurrence.buffers import empty_saved
+from titan_tree.components.recurrence.hopper.inputs import input_gradients
+from titan_tree.components.recurrence.hopper.passes import outputs, state_gradients, states
+from titan_tree.components.recurrence.triton_kernels import launch
 from titan_tree.components.rings import is_hopper
-from titan_tree.components.tree_gdn.buffers import empty_saved
-from titan_tree.components.tree_gdn.hopper.inputs import input_gradients
-from titan_tree.components.tree_gdn.hopper.passes import outputs, state_gradients, states
-from titan_tree.components.tree_gdn.triton_kernels import launch
 
 __all__ = ["backward", "empty_saved", "forward", "is_automatic", "refusal"]
 
 PASSES = launch.Passes(outputs, states, state_gradients, input_gradients)
-forward = partial(launch.forward, PASSES)  # see GdnBackend
+forward = partial(launch.forward, PASSES)  # see RecurrenceBackend
 backward = partial(launch.backward, PASSES)
 
 
@@ -31,8 +31,12 @@ def is_automatic(device: torch.device) -> bool:
     return is_hopper(device)
 
 
-def refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """See ``GdnBackend.refusal``."""
+def refusal(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> str | None:
+    """See ``RecurrenceBackend.refusal``."""
+    if beta is None or g.ndim == 3:
+        return (
+            "expected g [N, G] and beta, because its kernels compute the gated delta rule alone; use 'triton'"
+        )
     is_bf16 = q.dtype == k.dtype == v.dtype == torch.bfloat16
     if is_hopper(q.device) and is_bf16 and {q.shape[-1], v.shape[-1]} <= {64, 128}:
         return None

@@ -53,8 +53,8 @@ class Saved(NamedTuple):
         return Factors(*self.numbers.unbind())
 
 
-def empty_saved(q: Tensor, v: Tensor, chains: Chains) -> Saved:
-    """Returns an uninitialized ``Saved`` for q [N, H, K] and v [N, G, V]."""
+def empty_saved(q: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, chains: Chains) -> Saved:
+    """Returns an uninitialized ``Saved`` for inputs like these, see ``TreeGDN``."""
     # Sizes are read as shape[0]: len() would make torch.compile specialize on one size.
     num_chunks, num_slots, heads = chains.slot.shape[0], chains.first_child.shape[0] - 1, v.shape[1]
     return Saved(

@@ -1,4 +1,4 @@
-"""TreeGDN and its reference in float64, against the recurrence on every path alone; chunks of forests."""
+"""The reference of every rule in float64, against the recurrence on every path alone; chunks of forests."""
 
 import itertools
 
@@ -9,10 +9,10 @@ import torch
 from tests.support.cases import for_each
 from tests.support.forests import path_recurrence, predecessors, recurrent_layout
 from tests.support.layouts import random_nodes
-from titan_tree.components.tree_gdn import TreeGDN, hopper, triton_kernels
-from titan_tree.components.tree_gdn.reference import gated_delta_rule
+from titan_tree.components.recurrence import TreeGDN, TreeKDA, TreeSSD, hopper, triton_kernels
+from titan_tree.components.recurrence.reference import recurrence
 from titan_tree.errors import UserError
-from titan_tree.registry import GDN_BACKENDS
+from titan_tree.registry import RECURRENCE_BACKENDS
 from titan_tree.tree.chunks import make_chunks
 from titan_tree.tree.layout import TreeLayout
 
@@ -23,15 +23,19 @@ TREES = {
     "deep": random_nodes(3, 10, 1, 6, roots=0.0),
     "forest": random_nodes(4, 12, 1, 9, roots=0.3),
 }
+MODULES = {"gdn": TreeGDN, "kda": TreeKDA, "ssd": TreeSSD}
 NO_EXPORTS = np.empty(0, np.int64)
 
 
-def random_inputs(n, heads_k=2, heads=4, key=5, value=3):
-    """Returns q, k, v, g and beta in float64."""
+def random_inputs(n, heads_k=2, heads=4, key=5, value=3, rule="gdn"):
+    """Returns q, k, v, g and, unless ``rule`` is "ssd", beta in float64. For "kda", a channel decays fast."""
     q, k = (torch.randn(n, heads_k, key, dtype=torch.float64) for _ in range(2))
     v = torch.randn(n, heads, value, dtype=torch.float64)
     g, beta = -torch.rand(n, heads, dtype=torch.float64), torch.rand(n, heads, dtype=torch.float64)
-    return [x.requires_grad_() for x in (q, k, v, g, beta)]
+    if rule == "kda":
+        g = -torch.rand(n, heads, key, dtype=torch.float64)
+        g[..., 1] = -20  # its sum over a chunk of 64 tokens is beyond the range of exp
+    return [x.requires_grad_() for x in ((q, k, v, g) if rule == "ssd" else (q, k, v, g, beta))]
 
 
 def assert_close(got, want):
@@ -39,37 +43,46 @@ def assert_close(got, want):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
+@for_each("rule", MODULES)
 @for_each("size", [1, 4, 64])
 @for_each("name", TREES)
-def test_reference_equals_recurrence(name, size):
+def test_reference_equals_recurrence(name, size, rule):
     before = predecessors(TREES[name])
-    x = random_inputs(len(before))
+    x = random_inputs(len(before), rule=rule)
     do = torch.randn_like(x[2])
-    out, states = gated_delta_rule(*x, None, recurrent_layout(before, size=size).chunks)
-    want, _ = path_recurrence(*x, predecessor=before, exports=NO_EXPORTS)
+    q, k, v, g, beta = x if len(x) == 5 else (*x, None)
+    out, states = recurrence(q, k, v, g, beta, None, recurrent_layout(before, size=size).chunks)
+    want, _ = path_recurrence(q, k, v, g, beta, predecessor=before, exports=NO_EXPORTS)
     assert not len(states)
     assert_close([out, *torch.autograd.grad(out, x, do)], [want, *torch.autograd.grad(want, x, do)])
 
 
+@pytest.mark.parametrize("rule", MODULES)
 @pytest.mark.parametrize("size", [2, 64])
-def test_states_come_from_gateways_and_are_exported(size):
+def test_states_come_from_gateways_and_are_exported(size, rule):
     """Pieces continue rows 1 and 3 of a gateway, one piece is a root; one state is exported twice."""
     before = np.array([-3, 0, 1, 1, -5, 4, -1, 6, -3])
     exports = np.array([1, 1, 5, 8])
-    x = [*random_inputs(len(before)), torch.randn(4, 4, 5, 3, dtype=torch.float64, requires_grad=True)]
-    outputs = TreeGDN("reference")(*x[:5], recurrent_layout(before, exports.tolist(), size), x[5])
-    want = path_recurrence(*x, predecessor=before, exports=exports)
+    tensors = random_inputs(len(before), rule=rule)
+    states = torch.randn(4, 4, 5, 3, dtype=torch.float64, requires_grad=True)
+    x = [*tensors, states]
+    layout = recurrent_layout(before, exports.tolist(), size)
+    outputs = MODULES[rule]("reference")(*tensors, layout, states)
+    beta = [None] if rule == "ssd" else []
+    want = path_recurrence(*tensors, *beta, states, predecessor=before, exports=exports)
     upstream = [torch.randn_like(y) for y in outputs]
     gradients = torch.autograd.grad(outputs, x, upstream)
     assert_close([*outputs, *gradients], [*want, *torch.autograd.grad(want, x, upstream)])
-    assert not gradients[5][[0, 2]].any()  # no piece starts from these rows
+    assert not gradients[-1][[0, 2]].any()  # no piece starts from these rows
 
 
-def test_reference_passes_gradcheck():
+@for_each("rule", MODULES)
+def test_reference_passes_gradcheck(rule):
     before = predecessors([(-1, 3), (0, 2), (0, 1)])
     chunks = recurrent_layout(before, size=2).chunks
-    x = random_inputs(len(before), heads_k=1, heads=2, key=2, value=2)
-    assert torch.autograd.gradcheck(lambda *x: gated_delta_rule(*x, None, chunks)[0], x)
+    x = random_inputs(len(before), heads_k=1, heads=2, key=2, value=2, rule=rule)
+    beta = [None] if rule == "ssd" else []
+    assert torch.autograd.gradcheck(lambda *x: recurrence(*x, *beta, None, chunks)[0], x)
 
 
 def test_a_token_reads_its_ancestors_alone():
@@ -79,7 +92,7 @@ def test_a_token_reads_its_ancestors_alone():
     q, k, v, g, beta = random_inputs(n)
     chunks = recurrent_layout(before, size=4).chunks
     jacobian = torch.autograd.functional.jacobian(
-        lambda v: gated_delta_rule(q, k, v, g, beta, None, chunks)[0].sum((1, 2)), v
+        lambda v: recurrence(q, k, v, g, beta, None, chunks)[0].sum((1, 2)), v
     )
     reads = jacobian.abs().sum((2, 3)) > 0
     is_ancestor = torch.eye(n, dtype=torch.bool)
@@ -120,6 +133,10 @@ def test_shapes_that_do_not_fit_are_refused():
         UserError, match=r"expected q, k \[N, H, K\], .* got \[30, 2, 5\], \[30, 2, 5\], \[30, 3"
     ):
         TreeGDN()(q, k, v[:, :3], g[:, :3], beta[:, :3], layout)
+    with pytest.raises(UserError, match=r"^TreeKDA: .* and g \[N, G, K\], beta \[N, G\], got .* \[30, 4\]"):
+        TreeKDA()(q, k, v, g, beta, layout)
+    with pytest.raises(UserError, match=r"^TreeSSD: .* and g \[N, G\], got .* \[30, 4, 3\], \[30, 3\]$"):
+        TreeSSD()(q, k, v, g[:, :3], layout)
     with pytest.raises(UserError, match="expected a layout of 30 tokens with chunks and chains"):
         TreeGDN()(
             q,
@@ -137,7 +154,7 @@ def test_a_backend_asked_for_by_name_is_used_or_refused(monkeypatch):
     layout = recurrent_layout(predecessors(TREES["chain"]))
     small = random_inputs(30, key=5)
     fitting = [x.detach().float() for x in random_inputs(30, key=16, value=16)]
-    with pytest.raises(UserError, match=r"unknown TreeGDN backend 'hoper'; did you mean 'hopper'\?"):
+    with pytest.raises(UserError, match=r"unknown recurrence backend 'hoper'; did you mean 'hopper'\?"):
         TreeGDN("hoper")
     with pytest.raises(UserError, match=r"backend 'hopper' needs a GPU of compute capability 9.0.* got cpu"):
         TreeGDN("hopper")(*fitting, layout)
@@ -145,6 +162,10 @@ def test_a_backend_asked_for_by_name_is_used_or_refused(monkeypatch):
         TreeGDN("triton")(*small, layout)
     with pytest.raises(UserError, match=r"backend 'triton' expected head dims .* got 5 and 3"):
         TreeGDN("triton")(*(x.detach().float() for x in small), layout)
+    with pytest.raises(UserError, match="backend 'triton' expected beta, because its kernels"):
+        TreeSSD("triton")(*fitting[:4], layout)
+    with pytest.raises(UserError, match=r"backend 'triton' expected g \[N, G\], got a decay per channel"):
+        TreeKDA("triton")(*fitting[:3], fitting[0][:, [0, 0, 1, 1]], fitting[4], layout)
     monkeypatch.setattr(triton_kernels, "INTERPRET", False)
     with pytest.raises(UserError, match="backend 'triton' needs a CUDA device, got cpu"):
         TreeGDN("triton")(*fitting, layout)
@@ -162,28 +183,28 @@ def test_auto_takes_the_first_automatic_backend_that_supports_the_tensors(monkey
         def is_automatic(self, device):
             return self.automatic
 
-        def refusal(self, q, k, v):
+        def refusal(self, *inputs):
             return self.reason
 
         def __getattr__(self, attribute):
             calls.append(self.name)
-            return getattr(GDN_BACKENDS["reference"], attribute)
+            return getattr(RECURRENCE_BACKENDS["reference"], attribute)
 
     entries = {
         "hopper": Spy("hopper", False, None),
         "triton": Spy("triton", True, "cannot"),
-        "reference": GDN_BACKENDS["reference"],
+        "reference": RECURRENCE_BACKENDS["reference"],
         "mine": Spy("mine", True, None),
     }
-    monkeypatch.setattr(GDN_BACKENDS, "_entries", entries)
+    monkeypatch.setattr(RECURRENCE_BACKENDS, "_entries", entries)
     want = TreeGDN("reference")(*x, layout)[0]
     assert torch.equal(TreeGDN()(*x, layout)[0], want)
     assert not calls
-    monkeypatch.setattr(GDN_BACKENDS["reference"], "is_automatic", lambda device: False)
+    monkeypatch.setattr(RECURRENCE_BACKENDS["reference"], "is_automatic", lambda device: False)
     assert torch.equal(TreeGDN()(*x, layout)[0], want)
     assert set(calls) == {"mine"}
     entries["mine"].reason = "is busy"
-    with pytest.raises(UserError, match="TreeGDN: backend 'triton' cannot; backend 'mine' is busy"):
+    with pytest.raises(UserError, match="recurrence: backend 'triton' cannot; backend 'mine' is busy"):
         TreeGDN()(*x, layout)
 
 
@@ -192,4 +213,4 @@ def test_auto_on_a_cpu_is_the_reference():
     device = torch.device("cpu")
     assert not hopper.is_automatic(device)
     assert not triton_kernels.is_automatic(device)
-    assert GDN_BACKENDS["reference"].is_automatic(device)
+    assert RECURRENCE_BACKENDS["reference"].is_automatic(device)

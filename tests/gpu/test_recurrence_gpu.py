@@ -7,8 +7,8 @@ import torch.nn.functional as F
 
 from tests.support.forests import leaves, path_of, predecessors, recurrent_layout
 from tests.support.layouts import random_nodes
-from titan_tree.components.tree_gdn import TreeGDN, prepare_conv, tree_causal_conv1d
-from titan_tree.components.tree_gdn.reference import gated_delta_rule
+from titan_tree.components.recurrence import TreeGDN, prepare_conv, tree_causal_conv1d
+from titan_tree.components.recurrence.reference import recurrence
 from titan_tree.errors import UserError
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +38,7 @@ def results(rule, inputs, do):
 def exact(inputs, do, before):
     wide = [x.detach().double().requires_grad_() for x in inputs]
     chunks = recurrent_layout(before).to("cuda").chunks
-    return results(lambda *x: gated_delta_rule(*x, None, chunks)[0], wide, do)
+    return results(lambda *x: recurrence(*x, None, chunks)[0], wide, do)
 
 
 def errors(got, want):
