@@ -30,13 +30,13 @@ def make_layout(before, exports=(), device="cpu"):
     return recurrent_layout(before, exports).to(device)
 
 
-def by_paths(x, weight, before):
+def by_paths(x, weight, before, bias=None, activation=F.silu):
     """Returns silu(conv1d) of every root-to-leaf path. A token's results on its paths are equal."""
     y = [None] * len(x)
     for leaf in leaves(before):
         path = path_of(leaf, before)
         padded = F.pad(x[path].t(), (weight.shape[1] - 1, 0))
-        out = F.silu(F.conv1d(padded[None], weight[:, None], groups=len(weight)))[0].t()
+        out = activation(F.conv1d(padded[None], weight[:, None], bias, groups=len(weight)))[0].t()
         for token, row in zip(path, out, strict=True):
             y[token] = row
     return torch.stack(y)
@@ -137,6 +137,24 @@ def test_any_number_of_channels_and_taps_works(channels, width, way):
     y, _ = way.convolve(x, weight, make_layout(before, device=way.device))
     exact = doubles(x, weight)
     way.assert_equal(y, (x, weight), by_paths(*exact, before), exact, dy)
+
+
+@pytest.mark.parametrize(
+    ("silu", "has_bias"), slow_except([(False, True)], [(True, True), (False, False), (False, True)])
+)
+def test_bias_and_no_activation_work_in_partitions(silu, has_bias, way):
+    before = predecessors([(-1, 2), (0, 1), (0, 1)])
+    x, weight, dy = way.inputs(len(before))
+    bias = torch.linspace(-1, 1, 5).to(x).requires_grad_() if has_bias else None
+    leaves = (x, weight) if bias is None else (x, weight, bias)
+
+    def convolve(*inputs):
+        return way.convolve(*inputs, bias=bias, silu=silu)
+
+    y = cut(convolve, x, weight, before, np.array([0, 1, 1, 2]))
+    exact = doubles(*leaves)
+    want = by_paths(*exact[:2], before, *exact[2:], activation=F.silu if silu else lambda z: z)
+    way.assert_equal(y, leaves, want, exact, dy)
 
 
 @pytest.mark.parametrize(
@@ -260,10 +278,11 @@ def test_operators_keep_their_contract():
         (torch.bfloat16, None, conv.prepare(root, 4)),
     ):
         rows = x.detach().to(x_dtype).requires_grad_()
-        torch.library.opcheck(conv.tree_conv, (rows, weight, old, list(plan)))
+        bias = None if old is None else torch.randn(2, requires_grad=True)
+        torch.library.opcheck(conv.tree_conv, (rows, weight, bias, old, list(plan), old is not None))
         dy, dtails = torch.randn(7, 2), torch.randn(*plan.exported.shape, 2)
-        arguments = (t if t is None else t.detach() for t in (dy, dtails, rows, weight, old))
-        torch.library.opcheck(conv.tree_conv_backward, (*arguments, list(plan)))
+        arguments = (t if t is None else t.detach() for t in (dy, dtails, rows, weight, bias, old))
+        torch.library.opcheck(conv.tree_conv_backward, (*arguments, list(plan), old is not None))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -319,6 +338,8 @@ def test_inputs_that_do_not_fit_are_refused():
             conv.tree_causal_conv1d(x, weight, layout, tails)
     with pytest.raises(UserError, match=r"weight \[D, W\]"):
         conv.tree_causal_conv1d(x, weight.t(), layout)
+    with pytest.raises(UserError, match=r"bias \[D\] if any, .* got .*, \[4\] torch.float32$"):
+        conv.tree_causal_conv1d(x, weight, layout, bias=torch.zeros(4))
 
 
 def test_a_partition_needs_its_tails():

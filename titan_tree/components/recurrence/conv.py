@@ -101,12 +101,14 @@ def tree_causal_conv1d(
     layout: TreeLayout,
     tails: Tensor | None = None,
     index: Sequence[Tensor] | None = None,
+    bias: Tensor | None = None,
+    silu: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes a depthwise causal convolution along each path, followed by SiLU.
 
-    y[t] = silu(sum_j weight[:, W - 1 - j] * x[j-th token before t on its path]), for each channel by itself.
-    The computation, and the sum for dweight, are in fp32 or wider. The operator is differentiable once and
-    deterministic.
+    y[t] = silu(bias + sum_j weight[:, W - 1 - j] * x[j-th token before t on its path]), for each channel by
+    itself. The computation, and the sums for dweight and dbias, are in fp32 or wider. The operator is
+    differentiable once and deterministic.
 
     Args:
         x: [N, D].
@@ -115,6 +117,8 @@ def tree_causal_conv1d(
         tails: [R, W - 1, D] in x's dtype, the last inputs of ancestors' paths, newest last; None outside of
             partitions.
         index: a ``ConvIndex`` from ``prepare(layout, W)``. Without it, every call makes a new one.
+        bias: [D], of any dtype; None: 0.
+        silu: False: y is the convolution itself.
 
     Returns:
         y [N, D] in x's dtype; for a partition also the tails [S, W - 1, D] after the tokens
@@ -123,14 +127,14 @@ def tree_causal_conv1d(
     Raises:
         UserError: shapes or dtypes do not fit, or a partition has no tails.
     """
-    _check(x, weight, layout, tails)
+    _check(x, weight, layout, tails, bias)
     if index is None:
         index = prepare(layout, weight.shape[1])
-    y, exported = tree_conv(x, weight, tails, list(index))
+    y, exported = tree_conv(x, weight, bias, tails, list(index), silu)
     return y, None if layout.state_exports is None else exported
 
 
-def _check(x: Tensor, weight: Tensor, layout: TreeLayout, tails: Tensor | None) -> None:
+def _check(x: Tensor, weight: Tensor, layout: TreeLayout, tails: Tensor | None, bias: Tensor | None) -> None:
     if layout.chunks is None or layout.predecessor is None or len(layout.predecessor) != len(x):
         raise UserError(
             f"tree_causal_conv1d: expected a layout of {len(x)} tokens with predecessors and chunks, as "
@@ -139,26 +143,29 @@ def _check(x: Tensor, weight: Tensor, layout: TreeLayout, tails: Tensor | None) 
     if layout.state_exports is not None and tails is None:
         raise UserError("tree_causal_conv1d: expected the gateway's tails for a partition, got none")
     fits = x.ndim == weight.ndim == 2 and len(weight) == x.shape[1]
+    fits = fits and (bias is None or bias.shape == weight.shape[:1])
     if tails is not None:
         size = weight.shape[1] - 1
         fits = fits and tails.shape[1:] == (size, x.shape[1]) and tails.dtype == x.dtype
     if not fits:
-        shapes = ", ".join(f"{list(t.shape)} {t.dtype}" for t in (x, weight, tails) if t is not None)
+        shapes = ", ".join(f"{list(t.shape)} {t.dtype}" for t in (x, weight, bias, tails) if t is not None)
         raise UserError(
-            "tree_causal_conv1d: expected x [N, D], weight [D, W] and tails [R, W - 1, D] of x's dtype, "
-            f"got {shapes}"
+            "tree_causal_conv1d: expected x [N, D], weight [D, W], bias [D] if any, and tails [R, W - 1, D] "
+            f"of x's dtype, got {shapes}"
         )
 
 
 @torch.library.custom_op("titan_tree::tree_conv", mutates_args=())
 def tree_conv(
-    x: Tensor, weight: Tensor, tails: Tensor | None, metadata: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor | None, metadata: Sequence[Tensor],
+    silu: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns y [N, D] and the exported tails [S, W - 1, D]. metadata: the columns of ConvIndex."""
     index = ConvIndex(*metadata)
     exported = _rows(x, tails, index.exported)
     if not _use_kernels(x):
-        return F.silu(_before_silu(*_windows(x, weight, tails, index))).to(x.dtype), exported
+        z = _before_silu(*_windows(x, weight, tails, index), bias)
+        return (F.silu(z) if silu else z).to(x.dtype), exported
     x, weight = x.contiguous(), weight.contiguous()
     tails = None if tails is None else tails.contiguous()
     channels, width = weight.shape
@@ -166,20 +173,21 @@ def tree_conv(
     y = torch.empty_like(x)
     with torch.cuda.device_of(x):
         conv_kernels._forward_kernel[(programs * triton.cdiv(channels, BLOCK),)](
-            x, weight, tails, y, index.sources, index.start, num_chunks=len(index.ahead), group=group,
-            D=channels, W=width, BLOCK=BLOCK, ROWS=8, num_warps=WARPS,
+            x, weight, bias, tails, y, index.sources, index.start, num_chunks=len(index.ahead), group=group,
+            D=channels, W=width, SILU=silu, BLOCK=BLOCK, ROWS=8, num_warps=WARPS,
         )  # fmt: skip
     return y, exported
 
 
 @torch.library.custom_op("titan_tree::tree_conv_backward", mutates_args=())
 def tree_conv_backward(
-    dy: Tensor, dexported: Tensor, x: Tensor, weight: Tensor, tails: Tensor | None, metadata: Sequence[Tensor]
-) -> list[Tensor]:
-    """Returns dx, dweight and, with tails, their gradient."""
+    dy: Tensor, dexported: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor | None,
+    metadata: Sequence[Tensor], silu: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Returns dx, dweight and, with bias or tails, their gradients."""
     index = ConvIndex(*metadata)
     if not _use_kernels(x):
-        return _plain_backward(dy, dexported, x, weight, tails, index)
+        return _plain_backward(dy, dexported, x, weight, bias, tails, index, silu)
     dy, dexported, x, weight = (t.contiguous() for t in (dy, dexported, x, weight))
     tails = None if tails is None else tails.contiguous()
     channels, width = weight.shape
@@ -187,45 +195,55 @@ def tree_conv_backward(
     programs, group = _groups(index)
     dx = torch.empty_like(x)
     dtails = None if tails is None else torch.zeros_like(tails)  # some rows may be outside of every window
-    partial = x.new_empty(programs, width, channels, dtype=torch.float32)
+    # The last row is for dbias.
+    partial = x.new_empty(programs, width + (bias is not None), channels, dtype=torch.float32)
     first_rows, last_rows = x.new_empty(2, chunks, width - 1, channels, dtype=torch.float32)
     with torch.cuda.device_of(x):
         conv_kernels._backward_kernel[(programs * blocks,)](
-            dy, x, weight, tails, dx, partial, first_rows=first_rows, last_rows=last_rows,
+            dy, x, weight, bias, tails, dx, partial, first_rows=first_rows, last_rows=last_rows,
             sources=index.sources, start=index.start, ahead=index.ahead, shared=index.shared,
-            num_chunks=chunks, group=group, D=channels, W=width, BLOCK=BLOCK, ROWS=4, num_warps=WARPS,
+            num_chunks=chunks, group=group, D=channels, W=width, SILU=silu, BLOCK=BLOCK, ROWS=4,
+            num_warps=WARPS,
         )  # fmt: skip
         conv_kernels._sum_kernel[(len(index.order) * blocks,)](
             dexported, first_rows, last_rows, dx, dtails, order=index.order, target=index.target,
             stop=index.stop, place=index.place, num_tokens=len(x), num_rows=chunks * (width - 1),
             D=channels, BLOCK=BLOCK, ROWS=8,
         )  # fmt: skip
-    dweight = partial.sum(0).t().to(weight.dtype).contiguous()
-    return [dx, dweight] if dtails is None else [dx, dweight, dtails]
+    sums = partial.sum(0)
+    grads = [dx, sums[:width].t().to(weight.dtype).contiguous()]
+    if bias is not None:
+        grads.append(sums[width].to(bias.dtype, copy=True))
+    return grads if dtails is None else [*grads, dtails]
 
 
 @tree_conv.register_fake
-def _(x: Tensor, weight: Tensor, tails: Tensor | None, metadata: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor | None, metadata: Sequence[Tensor],
+    silu: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return x.new_empty(x.shape), x.new_empty(*metadata[1].shape, x.shape[1])
 
 
 @tree_conv_backward.register_fake
 def _(
-    dy: Tensor, dexported: Tensor, x: Tensor, weight: Tensor, tails: Tensor | None, metadata: Sequence[Tensor]
-) -> list[Tensor]:
-    return [t.new_empty(t.shape) for t in (x, weight, tails) if t is not None]
+    dy: Tensor, dexported: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor | None,
+    metadata: Sequence[Tensor], silu: bool,
+) -> list[Tensor]:  # fmt: skip
+    return [t.new_empty(t.shape) for t in (x, weight, bias, tails) if t is not None]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, tails, metadata = inputs
-    ctx.save_for_backward(x, weight, tails, *metadata)
+    *tensors, metadata, ctx.silu = inputs
+    ctx.save_for_backward(*tensors, *metadata)
 
 
-def _autograd(ctx: Any, dy: Tensor, dexported: Tensor) -> tuple[Tensor | None, ...]:
+def _autograd(ctx: Any, dy: Tensor, dexported: Tensor) -> tuple[object, ...]:
     # Read saved_tensors once: with activation checkpointing, every access recomputes the forward pass.
-    x, weight, tails, *metadata = ctx.saved_tensors
-    dx, dweight, *dtails = tree_conv_backward(dy, dexported, x, weight, tails, metadata)
-    return dx, dweight, *(dtails or [None]), [None] * len(metadata)
+    x, weight, bias, tails, *metadata = ctx.saved_tensors
+    grads = iter(tree_conv_backward(dy, dexported, x, weight, bias, tails, metadata, ctx.silu))
+    inputs = (None if t is None else next(grads) for t in (x, weight, bias, tails))
+    return *inputs, [None] * len(metadata), None
 
 
 tree_conv.register_autograd(_autograd, setup_context=_setup_context)
@@ -264,24 +282,30 @@ def _windows(x: Tensor, weight: Tensor, tails: Tensor | None, index: ConvIndex) 
     return _rows(x, tails, index.sources).to(wide), weight.to(wide).t()
 
 
-def _before_silu(window: Tensor, weight: Tensor) -> Tensor:
-    return (window * weight).sum(1)
+def _before_silu(window: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    z = (window * weight).sum(1)
+    return z if bias is None else z + bias.to(z.dtype)
 
 
 def _plain_backward(
-    dy: Tensor, dexported: Tensor, x: Tensor, weight: Tensor, tails: Tensor | None, index: ConvIndex
-) -> list[Tensor]:
+    dy: Tensor, dexported: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor | None,
+    index: ConvIndex, silu: bool,
+) -> list[Tensor]:  # fmt: skip
     n, channels = x.shape
     window, taps = _windows(x, weight, tails, index)
-    z = _before_silu(window, taps)
-    s = z.sigmoid()
-    dz = dy.to(z.dtype) * s * (1 + z * (1 - s))
+    z = _before_silu(window, taps, bias)
+    dz = dy.to(z.dtype)
+    if silu:
+        s = z.sigmoid()
+        dz = dz * s * (1 + z * (1 - s))
     leaving = torch.cat([(dz[:, None] * taps).flatten(0, 1), dexported.flatten(0, 1).to(z.dtype)])
     rows = n if tails is None else n + tails.shape[0] * tails.shape[1]
     target = _targets(torch.cat([index.sources.flatten(), index.exported.flatten()]), n, rows)
     dinputs = z.new_zeros(rows + 1, channels).index_add_(0, target, leaving)
     dweight = torch.einsum("nd,nwd->dw", dz, window)
     grads = [dinputs[:n].to(x.dtype, copy=True), dweight.to(weight.dtype).contiguous()]
+    if bias is not None:
+        grads.append(dz.sum(0).to(bias.dtype, copy=True))
     if tails is not None:
         grads.append(dinputs[n:rows].view(tails.shape).to(tails.dtype, copy=True))
     return grads

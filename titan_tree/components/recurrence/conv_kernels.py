@@ -43,6 +43,14 @@ def _load_taps(weight, d, mask, W: tl.constexpr):
 
 
 @triton.jit
+def _load_bias(bias, d, mask, BLOCK: tl.constexpr):
+    base = tl.zeros([BLOCK], tl.float32)
+    if bias is not None:
+        base += tl.load(bias + d, mask=mask, other=0.0).to(tl.float32)
+    return base
+
+
+@triton.jit
 def _load_past(token, x, tails, sources, d, mask, D: tl.constexpr, W: tl.constexpr):
     """The W - 1 rows before a token on its path, newest first."""
     past = ()
@@ -61,8 +69,8 @@ def _push(row, rows):
 
 
 @triton.jit
-def _convolve(taps, row, past, W: tl.constexpr):
-    z = taps[0] * row
+def _convolve(taps, base, row, past, W: tl.constexpr):
+    z = base + taps[0] * row
     for j in tl.static_range(1, W):
         z += taps[j] * past[j - 1]
     return z
@@ -70,13 +78,14 @@ def _convolve(taps, row, past, W: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_chunks", "group"])
 def _forward_kernel(
-    x, weight, tails, y, sources, start, num_chunks, group,
-    D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    x, weight, bias, tails, y, sources, start, num_chunks, group,
+    D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """y of one group of chunks, ROWS tokens at a time."""
     _, d, first_chunk, last_chunk = _place(group, D, BLOCK, num_chunks)
     mask = d < D
     taps = _load_taps(weight, d, mask, W)
+    base = _load_bias(bias, d, mask, BLOCK)
     for chunk in range(first_chunk, last_chunk):
         first = tl.load(start + chunk).to(tl.int64)
         length = tl.load(start + chunk + 1) - tl.load(start + chunk)
@@ -86,17 +95,19 @@ def _forward_kernel(
             for i in tl.static_range(ROWS):  # issue all loads before using any, so that they overlap
                 rows += (_load(x + first * D, begin + i, d, mask & (begin + i < length), D),)
             for i in tl.static_range(ROWS):
-                z = _convolve(taps, rows[i], past, W)
-                _store(y + first * D, begin + i, z * tl.sigmoid(z), d, mask & (begin + i < length), D)
+                z = _convolve(taps, base, rows[i], past, W)
+                if SILU:
+                    z *= tl.sigmoid(z)
+                _store(y + first * D, begin + i, z, d, mask & (begin + i < length), D)
                 past = _push(rows[i], past)[: W - 1]
 
 
 @triton.jit(do_not_specialize=["num_chunks", "group"])
 def _backward_kernel(
-    dy, x, weight, tails, dx, partial, first_rows, last_rows, sources, start, ahead, shared, num_chunks,
-    group, D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    dy, x, weight, bias, tails, dx, partial, first_rows, last_rows, sources, start, ahead, shared, num_chunks,
+    group, D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """dx, and per program a partial sum of dweight.
+    """dx, and per program a partial sum of dweight and, with a bias, of its gradient.
 
     For a chunk that branches off, the gradients of the W - 1 rows before it go into ``first_rows``. For a
     shared chunk, the gradients of its last W - 1 tokens go into ``last_rows``, in fp32: ``_sum_kernel`` adds
@@ -105,8 +116,11 @@ def _backward_kernel(
     program, d, first_chunk, last_chunk = _place(group, D, BLOCK, num_chunks)
     mask = d < D
     taps = _load_taps(weight, d, mask, W)
+    base = _load_bias(bias, d, mask, BLOCK)
     zero = tl.zeros([BLOCK], tl.float32)
     dtaps = (zero,) * W
+    dbias = zero
+    sums_of: tl.constexpr = W if bias is None else W + 1  # rows of ``partial`` per program
     for chunk in range(first_chunk, last_chunk):
         first = tl.load(start + chunk).to(tl.int64)
         length = tl.load(start + chunk + 1) - tl.load(start + chunk)
@@ -126,10 +140,14 @@ def _backward_kernel(
                 upstream += (_load(dy + first * D, begin + i, d, is_live, D),)
             for i in tl.static_range(ROWS):
                 token = begin + i
-                z = _convolve(taps, rows[i], past, W)
-                s = tl.sigmoid(z)
-                dz = upstream[i] * (s + z * s * (1 - s))
+                z = _convolve(taps, base, rows[i], past, W)
+                slope = 1.0
+                if SILU:
+                    s = tl.sigmoid(z)
+                    slope = s + z * s * (1 - s)
+                dz = upstream[i] * slope
                 own = tl.where(token < length, dz, 0.0)
+                dbias += own
                 window = _push(rows[i], past)
                 old = _push(zero, sums)
                 new = ()
@@ -147,7 +165,9 @@ def _backward_kernel(
                 is_last = (token >= length) & (token < to_last) & (done >= 0)
                 _store(last_rows + edge, token - length, new[W - 1], d, mask & is_last, D)
     for j in tl.static_range(W):
-        _store(partial, program * W + (W - 1 - j), dtaps[j], d, mask, D)
+        _store(partial, program * sums_of + (W - 1 - j), dtaps[j], d, mask, D)
+    if bias is not None:
+        _store(partial, program * sums_of + W, dbias, d, mask, D)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])

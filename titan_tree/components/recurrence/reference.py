@@ -166,7 +166,12 @@ def normalize(x: Tensor) -> Tensor:
 
 
 def tree_causal_conv1d(
-    x: Tensor, weight: Tensor, layout: TreeLayout, tails: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    layout: TreeLayout,
+    tails: Tensor | None = None,
+    bias: Tensor | None = None,
+    silu: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Defines ``conv.tree_causal_conv1d``, see there."""
     assert layout.predecessor is not None
@@ -180,7 +185,9 @@ def tree_causal_conv1d(
     # Index -1 is the last row: zeros. The rows of tails follow the N own ones.
     old = torch.where(sources < -1, len(x) - 2 - sources, sources)
     window = inputs[old]
-    y = F.silu((window.to(wide) * weight.to(wide).T).sum(1)).to(x.dtype)
+    z = (window.to(wide) * weight.to(wide).T).sum(1)
+    z = z if bias is None else z + bias.to(wide)
+    y = (F.silu(z) if silu else z).to(x.dtype)
     if layout.state_exports is None:
         return y, None
     return y, window[layout.state_exports][:, 1:]
