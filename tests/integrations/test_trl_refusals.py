@@ -64,8 +64,8 @@ REFUSALS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "router": (with_attribute("aux_loss_enabled", True), "output_router_logits: expected False on trees"),
     "flash": (with_attribute("model.config._attn_implementation", "flash_attention_2"), "expected 'sdpa' or"),
     "family": (
-        with_attribute("model.config.model_type", "lfm2"),
-        "lfm2 cannot run on trees: its convolutions",
+        with_attribute("model.config.model_type", "falcon_h1"),
+        "falcon_h1 cannot run on trees: its recurrent layers",
     ),
     "dropout": (
         with_attribute("model.config.attention_dropout", 0.1),

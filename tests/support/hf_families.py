@@ -52,6 +52,7 @@ HYBRID = {  # a layer of Gated DeltaNet, and one with gated attention
     "shared_expert_intermediate_size": 16,
     "tie_word_embeddings": False,
 }
+SHORT_CONV = {"layer_types": ["conv", "full_attention"], "tie_word_embeddings": False}
 NO_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
 # What differs from SIZES.
 FAMILIES: dict[str, dict[str, object]] = {
@@ -88,12 +89,15 @@ FAMILIES: dict[str, dict[str, object]] = {
             "original_max_position_embeddings": 16,
         }
     },
+    "lfm2": SHORT_CONV,
+    "lfm2_moe": {**QWEN_EXPERTS, **SHORT_CONV, "num_dense_layers": 1},
     "minimax_m2": {**LOCAL_EXPERTS, "sliding_window": None},
     "ministral3": {"sliding_window": 6},
     "mistral": {"sliding_window": 6},
     "mixtral": LOCAL_EXPERTS,
     "olmo2": {},
     "olmo3": LOCAL,
+    "olmo_hybrid": HYBRID,
     "phi3": {},
     "qwen2": {},
     "qwen2_moe": {**QWEN_EXPERTS, "shared_expert_intermediate_size": 16},

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,9 @@ from titan_tree.components.recurrence import TreeGDN, tree_causal_conv1d
 from titan_tree.components.tree_attention import Scoring, TreeAttention
 from titan_tree.components.tree_attention.operator import PLAIN
 from titan_tree.errors import UserError
-from titan_tree.models.layers import at_least_fp32
-from titan_tree.models.tree_model import LayersOutput, TreeModel, matrix_flops
+from titan_tree.models.tree_model import CachedRows, LayersOutput, TreeModel, matrix_flops
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
-from titan_tree.tree.partition import PAD
 
 
 class Plain(Protocol):
@@ -89,19 +87,11 @@ class TreePass:
         return cast(Tensor, out)
 
 
-class _Rows(NamedTuple):
-    """What one call of a ``TreePass`` exports after a token."""
-
-    stream: str  # of the gateway cache
-    shape: tuple[int, ...]
-    is_wide: bool = False  # fp32 or wider, instead of the dtype of activations
-
-
 @dataclass
 class _Survey(TreePass):
     """A pass that computes nothing and records what partitions will export."""
 
-    rows: list[_Rows] = field(default_factory=list)
+    rows: list[CachedRows] = field(default_factory=list)
     windows: list[int | None] = field(default_factory=list)
     flops_per_token: int = 0
     flops_per_pair: int = 0
@@ -112,17 +102,17 @@ class _Survey(TreePass):
         if k.shape != v.shape:
             shapes = f"{list(k.shape)} and {list(v.shape)}"
             raise UserError(f"TreePass.attention: expected k and v of one shape, got {shapes}")
-        self.rows.append(_Rows("keys", (2, *k.shape[1:])))
+        self.rows.append(CachedRows("keys", (2, *k.shape[1:])))
         self.windows.append(scoring.window)
         self.flops_per_pair += 12 * math.prod(q.shape[1:])
         return torch.zeros_like(q)
 
     def conv(self, x: Tensor, weight: Tensor) -> Tensor:
-        self.rows.append(_Rows("states", (weight.shape[1] - 1, weight.shape[0])))
+        self.rows.append(CachedRows("states", (weight.shape[1] - 1, weight.shape[0])))
         return torch.zeros_like(x)
 
     def delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        self.rows.append(_Rows("states", (*v.shape[1:2], *k.shape[2:], *v.shape[2:]), is_wide=True))
+        self.rows.append(CachedRows("states", (*v.shape[1:2], *k.shape[2:], *v.shape[2:]), is_wide=True))
         self.flops_per_token += 18 * math.prod(self.rows[-1].shape)  # see ``GatedDeltaNet.flops``
         return torch.zeros_like(v)
 
@@ -193,10 +183,7 @@ class PlainModel(TreeModel):
         )
 
     def empty_rows(self, x: Tensor) -> list[Tensor]:
-        return [
-            x.new_zeros(PAD, *rows.shape, dtype=at_least_fp32(x) if rows.is_wide else x.dtype)
-            for rows in self.survey.rows
-        ]
+        return [rows.empty(x) for rows in self.survey.rows]
 
     def layer_flops(self, num_tokens: int, num_visible_pairs: int) -> int:
         """Returns the operations of matrices and of the calls of a ``TreePass``, see ``TreeModel``."""

@@ -24,6 +24,7 @@ from titan_tree.components.lora import LoRA
 from titan_tree.components.moe import ExpertInfo, Routing
 from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.errors import UserError
+from titan_tree.models.layers import at_least_fp32
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.costs import ModelCosts, row_bytes
 from titan_tree.tree.layout import TreeLayout
@@ -64,6 +65,18 @@ class LayersOutput(NamedTuple):
     exports: Sequence[Tensor]  # see ``ModelOutput``; empty unless the batch is a partition
     routings: Sequence[Routing] = ()  # one per layer with experts
     routed_experts: Sequence[Tensor] = ()  # likewise
+
+
+class CachedRows(NamedTuple):
+    """What a layer exports after a token: a row of one tensor of ``TreeModel.cache_streams``."""
+
+    stream: str  # of the gateway cache
+    shape: tuple[int, ...]
+    is_wide: bool = False  # fp32 or wider, instead of the dtype of activations
+
+    def empty(self, x: Tensor) -> Tensor:
+        """Returns PAD zero rows on the device of the activations x."""
+        return x.new_zeros(PAD, *self.shape, dtype=at_least_fp32(x) if self.is_wide else x.dtype)
 
 
 def matrix_flops(matrices: Iterable[Tensor]) -> int:

@@ -17,7 +17,6 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from titan_tree.components.recurrence import TreeGDN
 from titan_tree.components.tree_attention import Scoring, TreeAttention
 from titan_tree.tree.layout import TreeLayout
 
@@ -32,13 +31,13 @@ class TreeInputs:
     """What a layer needs of the tree.
 
     Args:
-        attention, gdn: the kernels. Only recurrent layers need the latter.
+        attention, recurrence: the kernels. Only recurrent layers need the latter.
         layout: the tokens' layout, as ``TreeModel.prepare`` returns it.
     """
 
     attention: TreeAttention
     layout: TreeLayout
-    gdn: TreeGDN | None = None
+    recurrence: nn.Module | None = None
 
     @classmethod
     def prepare(
@@ -144,7 +143,7 @@ class PartitionCache:
     reads ``rows`` and sets ``exports`` itself.
 
     Args:
-        rows: what earlier partitions exported, two tensors. Those of attention are [R, heads, size].
+        rows: what earlier partitions exported. Attention has two tensors [R, heads, size].
         layout: the partition's layout.
     Attributes:
         exports: the same of this partition's tokens, for later partitions.

@@ -4,11 +4,7 @@ FSDP2, activation checkpointing and torch.compile apply to a block. They need ev
 and writes to be among its arguments and results. In transformers, keys of a partition would pass through a
 cache object instead.
 
-Recurrent layers (Gated DeltaNet of Qwen3.5 and Qwen3-Next) mix tokens in two functions of their own, which
-know sequences only. ``on_trees`` therefore gives them another forward pass. It uses the layer's projections,
-weights and norm, and computes the convolution and the gated delta rule along each path.
-
-N tokens, H key heads, G value heads, K and V dims of a key and a value head, W width of the convolution.
+N tokens, d hidden size.
 """
 
 from __future__ import annotations
@@ -17,18 +13,13 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any, NamedTuple
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_tree.components.recurrence import TreeGDN, tree_causal_conv1d
 from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.errors import UserError
 from titan_tree.models.block import LayerOutput
-from titan_tree.models.layers import at_least_fp32
 from titan_tree.models.transformers.attention_function import (
     KEYWORD,
     Call,
@@ -38,10 +29,12 @@ from titan_tree.models.transformers.attention_function import (
     ProbedKeys,
     TreeInputs,
 )
+from titan_tree.models.transformers.mixers import cached_rows, on_trees, recurrent_mixer
+from titan_tree.models.tree_model import CachedRows
 from titan_tree.tree.layout import TreeLayout
-from titan_tree.tree.partition import PAD
 
 CACHE = "past_key_values"  # the argument of transformers' layers
+TOKENWISE = {"mlp", "moe"}  # the types of layers that mix no tokens
 
 
 class TransformersBlock(nn.Module):
@@ -49,12 +42,12 @@ class TransformersBlock(nn.Module):
 
     Args:
         layer: the layer, before it is sharded. Without a tree, it runs as before.
-        attention, gdn: the kernels, shared by all layers.
+        attention, recurrence: the kernels, shared by all layers. Only recurrent layers need the latter.
     """
 
-    def __init__(self, layer: nn.Module, attention: TreeAttention, gdn: TreeGDN) -> None:
+    def __init__(self, layer: nn.Module, attention: TreeAttention, recurrence: nn.Module | None) -> None:
         super().__init__()
-        self.layer, self.attention, self.gdn = layer, attention, gdn
+        self.layer, self.attention, self.recurrence = layer, attention, recurrence
         self._layer_forward = inspect.unwrap(type(layer).forward)
         if (mixer := recurrent_mixer(layer)) is not None:
             on_trees(mixer)
@@ -75,10 +68,11 @@ class TransformersBlock(nn.Module):
             layout: the tokens' layout, with the plan of TreeAttention.
             rows: what the layer exported in earlier partitions; () outside of partitions.
         Returns:
-            Hidden states [1, N, d], and in a partition two exported tensors.
+            Hidden states [1, N, d], and in a partition the exported tensors.
         """
         cache = PartitionCache(rows, layout) if rows else None
-        hidden = self.call(hidden, positional, named, TreeInputs(self.attention, layout, self.gdn), cache)
+        tree = TreeInputs(self.attention, layout, self.recurrence)
+        hidden = self.call(hidden, positional, named, tree, cache)
         return LayerOutput(hidden, () if cache is None else cache.exports)
 
     def call(
@@ -103,11 +97,12 @@ class LayerPass:
 
     Args:
         layout: the batch's layout.
-        rows: two tensors for each layer; () outside of partitions.
+        rows: the tensors of all layers; () outside of partitions.
+        first: the index of the first of these tensors, for each layer, and their number.
     """
 
-    def __init__(self, layout: TreeLayout, rows: Sequence[Tensor]) -> None:
-        self.layout, self.rows = layout, rows
+    def __init__(self, layout: TreeLayout, rows: Sequence[Tensor], first: Sequence[int]) -> None:
+        self.layout, self.rows, self.first = layout, rows, first
         self.exports: list[Tensor] = []
 
     def run(
@@ -119,9 +114,9 @@ class LayerPass:
         named: Mapping[str, object],
     ) -> Tensor:
         """Runs the block of the layer ``index`` and returns its hidden states."""
-        rows = tuple(self.rows[2 * index : 2 * index + 2])
+        rows = tuple(self.rows[self.first[index] : self.first[index + 1]])
         out = LayerOutput(*block(hidden, positional, named, self.layout, rows))
-        if len(self.exports) == 2 * index:  # layers may be recomputed in the backward pass
+        if len(self.exports) == self.first[index]:  # layers may be recomputed in the backward pass
             self.exports += out.exports
         return out.hidden
 
@@ -129,21 +124,8 @@ class LayerPass:
 class LayerSizes(NamedTuple):
     """Sizes of a layer, found by ``Survey``."""
 
-    call: Call | None  # of the attention function; None: the layer is recurrent
-    rows: Sequence[tuple[int, ...]]  # the two shapes of what a partition exports after a token
-
-    @property
-    def stream(self) -> str:
-        """The stream of the gateway cache that stores the rows."""
-        return "keys" if self.call else "states"
-
-    def empty_rows(self, x: Tensor) -> list[Tensor]:
-        """Returns PAD zero rows of either shape. States are fp32 or wider, the others have the dtype of x."""
-        first = x.dtype if self.call else at_least_fp32(x)
-        return [
-            x.new_zeros(PAD, *row, dtype=dtype)
-            for row, dtype in zip(self.rows, (first, x.dtype), strict=True)
-        ]
+    call: Call | None  # of the attention function; None: the layer has no attention
+    rows: Sequence[CachedRows]  # what a partition exports after a token
 
 
 @dataclass
@@ -166,7 +148,10 @@ class Survey:
     ) -> Tensor:
         """Records the sizes of the layer ``index`` and returns ``hidden``."""
         if (mixer := recurrent_mixer(block.layer)) is not None:
-            self.sizes.append(LayerSizes(None, row_shapes(mixer)))
+            self.sizes.append(LayerSizes(None, cached_rows(mixer)))
+            return hidden
+        if getattr(block.layer, "block_type", None) in TOKENWISE:
+            self.sizes.append(LayerSizes(None, ()))
             return hidden
         probe, keys = Probe(), ProbedKeys()
         with suppress(ProbedError):
@@ -176,7 +161,7 @@ class Survey:
                 f"model: layer {index} does not get its keys and values as attention of transformers does, "
                 "so it cannot run on trees"
             )
-        self.sizes.append(LayerSizes(probe.call, keys.shapes))
+        self.sizes.append(LayerSizes(probe.call, [CachedRows("keys", shape) for shape in keys.shapes]))
         return hidden
 
 
@@ -214,68 +199,3 @@ class _LayerCall:
         if name.startswith("_"):  # copying asks for some of them before there is a layer
             raise AttributeError(name)
         return getattr(self._layer, name)
-
-
-RECURRENT_CACHE = "cache_params"  # the argument of the mixer
-
-
-def recurrent_mixer(layer: nn.Module) -> Any:
-    """Returns the Gated DeltaNet of a layer of transformers, or None if the layer has attention."""
-    return getattr(layer, "linear_attn", None)
-
-
-def on_trees(mixer: Any) -> None:
-    """Makes the Gated DeltaNet of a layer follow the paths of trees, in place. It keeps its parameters.
-
-    Calls without a tree, such as those of ``generate``, run its own forward pass.
-    """
-    mixer.forward = MethodType(_run_recurrent, mixer)
-
-
-def row_shapes(mixer: Any) -> list[tuple[int, ...]]:
-    """Returns the shapes of what a partition exports after a token: a state, and the convolution's inputs."""
-    channels, _, width = mixer.conv1d.weight.shape
-    return [(mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim), (width - 1, channels)]
-
-
-def _run_recurrent(
-    mixer: Any,
-    hidden_states: Tensor,
-    cache_params: PartitionCache | None = None,
-    *args: Any,
-    tree: TreeInputs | None = None,
-    **kwargs: Any,
-) -> Tensor:
-    """Runs the mixer on [1, N, d], called as transformers calls it. Returns [1, N, d]."""
-    if tree is None:
-        out: Tensor = type(mixer).forward(mixer, hidden_states, cache_params, *args, **kwargs)
-        return out
-    layout, wide = tree.layout, at_least_fp32(hidden_states)
-    assert tree.gdn is not None
-    qkv, z, b, a = _project(mixer, hidden_states)
-    states, tails = (None, None) if cache_params is None else cache_params.rows
-    weight = mixer.conv1d.weight[:, 0].to(qkv.dtype)  # they differ under autocast
-    qkv, new_tails = tree_causal_conv1d(qkv, weight, layout, tails, layout.conv_index)
-    sizes = mixer.key_dim, mixer.key_dim, mixer.value_dim
-    dims = mixer.head_k_dim, mixer.head_k_dim, mixer.head_v_dim
-    q, k, v = (x.unflatten(-1, (-1, dim)) for x, dim in zip(qkv.split(sizes, -1), dims, strict=True))
-    g = -mixer.A_log.to(wide).exp() * F.softplus(a.to(wide) + mixer.dt_bias.to(wide))
-    out, new_states = tree.gdn(q, k, v, g, b.sigmoid(), layout, states)
-    if cache_params is not None:
-        assert new_states is not None
-        assert new_tails is not None
-        cache_params.exports = new_states, new_tails
-    gated = mixer.norm(out.flatten(0, 1), z.reshape(-1, mixer.head_v_dim))
-    projected: Tensor = mixer.out_proj(gated.view(1, -1, mixer.value_dim))
-    return projected
-
-
-def _project(mixer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns queries, keys and values [N, 2 H K + G V], output gates [N, G V or G, V], b and a [N, G]."""
-    if not hasattr(mixer, "in_proj_qkvz"):
-        qkv, z, b, a = (getattr(mixer, f"in_proj_{name}")(x)[0] for name in ("qkv", "z", "b", "a"))
-        return qkv, z, b, a
-    # Qwen3-Next packs its projections, one key head after another.
-    parts = mixer.fix_query_key_value_ordering(mixer.in_proj_qkvz(x), mixer.in_proj_ba(x))
-    q, k, v, z, b, a = (part[0] for part in parts)
-    return torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], -1), z, b, a

@@ -109,13 +109,13 @@ class InPlaceModel(TransformersModel):
         return module(hidden, **{CALL: run})  # FSDP2 follows the gradient of its argument
 
     def _take_layers(self, base: Any) -> None:
-        blocks = [TransformersBlock(layer, self.attention, self.gdn) for layer in base.layers]
+        blocks = [TransformersBlock(layer, self.attention, self.recurrence) for layer in base.layers]
         self.layers = nn.ModuleList(blocks)
         for index, block in enumerate(blocks):
             _run_in_pass(index, block)
 
     def _new_pass(self, layout: TreeLayout, rows: Sequence[Tensor]) -> LayerPass:
-        return _InPlacePass(layout, rows)
+        return _InPlacePass(layout, rows, self.first_rows)
 
 
 class _InPlacePass(LayerPass):

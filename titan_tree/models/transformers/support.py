@@ -1,8 +1,8 @@
 """Which architectures of transformers are exact on trees, and the reasons why others are refused.
 
-A layer is exact if attention, or a Gated DeltaNet, is all that mixes tokens, and if it depends on a token's
-depth but not on the length of its path. Tests compare each supported architecture with itself on every path
-alone.
+A layer is exact if attention, or a mixer of mixers.py, is all that mixes tokens, and if it depends on a
+token's depth but not on the length of its path. Tests compare each supported architecture with itself on
+every path alone.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ SUPPORTED = frozenset(
         "gpt_oss",
         "granite",
         "hunyuan_v1_dense",
+        "lfm2",
+        "lfm2_moe",
         "llama",
         "minimax_m2",
         "ministral3",
@@ -35,6 +37,7 @@ SUPPORTED = frozenset(
         "mixtral",
         "olmo2",
         "olmo3",
+        "olmo_hybrid",
         "phi3",
         "qwen2",
         "qwen2_moe",
@@ -49,7 +52,6 @@ SUPPORTED = frozenset(
 )
 
 STATE_SPACE = "its recurrent layers would carry the state of one branch into the next"
-CONVOLUTION = "its convolutions would mix tokens of different branches"
 INDEXER = "its sparse attention chooses keys without regard to branches"
 ALIBI = "its attention biases do not depend on the depth in the tree"
 CHUNKS = "its attention works in chunks of a sequence"
@@ -64,8 +66,6 @@ REASONS = {
     "granitemoehybrid": STATE_SPACE,
     "jamba": STATE_SPACE,
     "kimi_linear": STATE_SPACE,
-    "lfm2": CONVOLUTION,
-    "lfm2_moe": CONVOLUTION,
     "llama4_text": CHUNKS,
     "mamba": STATE_SPACE,
     "mamba2": STATE_SPACE,
@@ -77,8 +77,16 @@ REASONS = {
     "zamba2": STATE_SPACE,
 }
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-# They have recurrent layers, see blocks.py.
-GATED_DELTA_NET = {"qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+# Architectures with recurrent layers (mixers.py): the types of these layers, and the option that names the
+# activation of their convolutions, if they have one.
+RECURRENT = {
+    "lfm2": ("conv", None),
+    "lfm2_moe": ("conv", None),
+    "olmo_hybrid": ("linear_attention", "hidden_act"),
+    "qwen3_5_moe_text": ("linear_attention", "hidden_act"),
+    "qwen3_5_text": ("linear_attention", "hidden_act"),
+    "qwen3_next": ("linear_attention", "hidden_act"),
+}
 RANDOM = ("dropout", "pdrop", "jitter")  # parts of the names of options that draw random numbers
 # How logits follow from hidden states and the output projection. Other architectures ignore these fields.
 LOGIT_CAP = {"gemma2", "gemma3_text", "gemma4_text"}
@@ -101,16 +109,16 @@ def check_supported(config: PreTrainedConfig, where: str, quantization: Collecti
             f"{where}: model_type: {name} has not been tested on trees; expected one of "
             f"{', '.join(sorted(SUPPORTED))}"
         )
-    expected = LAYER_TYPES | ({"linear_attention"} if name in GATED_DELTA_NET else set())
+    kind, activation = RECURRENT.get(name, (None, None))
+    expected = LAYER_TYPES | ({kind} if kind else set())
     if others := set(getattr(config, "layer_types", None) or ()) - expected:
         raise UserError(
             f"{where}: layer_types: only {' and '.join(sorted(expected))} can run on trees, got "
             f"{', '.join(sorted(others))}"
         )
-    if name in GATED_DELTA_NET and config.hidden_act != "silu":
+    if activation and (got := getattr(config, activation)) != "silu":
         raise UserError(
-            f"{where}: hidden_act: expected silu, which the convolutions of {name} use on trees, got "
-            f"{config.hidden_act}"
+            f"{where}: {activation}: expected silu, which the convolutions of {name} use on trees, got {got}"
         )
     for rope in _rope_types(getattr(config, "rope_parameters", None)):
         if rope in LENGTH_DEPENDENT_ROPE:

@@ -6,13 +6,14 @@ import dataclasses
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from titan_tree.components.recurrence import TreeGDN, prepare_conv
+from titan_tree.components.recurrence import prepare_conv
 from titan_tree.errors import UserError
 from titan_tree.models.transformers.attention_function import NAME, arguments
 from titan_tree.models.transformers.blocks import (
@@ -22,10 +23,13 @@ from titan_tree.models.transformers.blocks import (
     Survey,
     TransformersBlock,
 )
+from titan_tree.models.transformers.mixers import Kind, conv_width, kind_of, recurrent_mixer
 from titan_tree.models.transformers.support import check_supported, check_windows, logit_cap, logit_scale
 from titan_tree.models.tree_model import LayersOutput, TreeModel, matrix_flops
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
+
+LAST_NORMS = "norm", "embedding_norm"  # names of the norm after the last layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +85,16 @@ class TransformersModel(TreeModel):
         model.set_attn_implementation(NAME)
         base: Any = model.base_model
         self.base = base
-        self.gdn = TreeGDN(recurrence)
+        mixers = [mixer for layer in base.layers if (mixer := recurrent_mixer(layer)) is not None]
+        self.kind: Kind | None = kind_of(mixers[0]) if mixers else None  # of all mixers of the model
+        self.conv_width = conv_width(mixers[0]) if mixers else 0
+        kernel = None if self.kind is None else self.kind.kernel
+        self.recurrence = None if kernel is None else kernel(recurrence)
+        if recurrence != "auto" and kernel is None:
+            raise UserError(
+                f"recurrence: expected backend 'auto' for a {text.model_type} model, which has no recurrent "
+                f"layers, got {recurrence!r}"
+            )
         self._take_layers(base)
         head = model.get_output_embeddings()
         if getattr(head, "bias", None) is not None:
@@ -92,24 +105,20 @@ class TransformersModel(TreeModel):
         windows = [layer.call.scoring.window if layer.call else None for layer in self.sizes]
         check_windows(text, windows)
         self.windows = list(dict.fromkeys(windows))
-        self.cache_streams = [layer.stream for layer in self.sizes for _ in layer.rows]
-        self.num_recurrent_layers = sum(layer.call is None for layer in self.sizes)
-        if recurrence != "auto" and not self.num_recurrent_layers:
-            raise UserError(
-                f"recurrence: expected backend 'auto' for a {text.model_type} model, which has no recurrent "
-                f"layers, got {recurrence!r}"
-            )
+        rows = [layer.rows for layer in self.sizes]
+        self.cache_streams = [each.stream for each in chain(*rows)]
+        self.first_rows = list(accumulate(map(len, rows), initial=0))  # of each layer, in the list before
+        self.num_recurrent_layers = sum(each.is_wide for each in chain(*rows))
 
     def prepare(self, layout: TreeLayout) -> TreeLayout:
         layout = super().prepare(layout)
-        if not self.num_recurrent_layers:
+        if not self.conv_width:
             return layout
-        plan = prepare_conv(layout, self.hf_config.linear_conv_kernel_dim)
-        return dataclasses.replace(layout, conv_index=plan)
+        return dataclasses.replace(layout, conv_index=prepare_conv(layout, self.conv_width))
 
     def _take_layers(self, base: Any) -> None:
         """Makes blocks of the layers of ``base``, which then runs these blocks."""
-        blocks = [TransformersBlock(layer, self.attention, self.gdn) for layer in base.layers]
+        blocks = [TransformersBlock(layer, self.attention, self.recurrence) for layer in base.layers]
         self.layers = nn.ModuleList(blocks)
         del base.layers
         base.layers = LayerCalls(self.layers)
@@ -130,7 +139,7 @@ class TransformersModel(TreeModel):
 
     def _new_pass(self, layout: TreeLayout, rows: Sequence[Tensor]) -> Any:
         """Returns what layers get as the argument ``KEYWORD``."""
-        return LayerPass(layout, rows)
+        return LayerPass(layout, rows, self.first_rows)
 
     def _run(self, tokens: Tensor, positions: Tensor, current: Any) -> Tensor:
         """Returns the hidden states [N, d] after the last norm."""
@@ -138,7 +147,7 @@ class TransformersModel(TreeModel):
         return out.last_hidden_state[0]
 
     def empty_rows(self, x: Tensor) -> list[Tensor]:
-        return [rows for layer in self.sizes for rows in layer.empty_rows(x)]
+        return [rows.empty(x) for layer in self.sizes for rows in layer.rows]
 
     def layer_flops(self, num_tokens: int, num_visible_pairs: int) -> int:
         """Returns the operations as defined by ``TreeModel``. Windows count all pairs."""
@@ -149,8 +158,9 @@ class TransformersModel(TreeModel):
             # Gemma 4 has a name of its own for it.
             used = getattr(self.hf_config, "top_k_experts", None) or self.hf_config.num_experts_per_tok
             flops += matrix_flops([experts]) // len(experts) * used
-        # A key and a query read a state, and one update writes it, as in ``GatedDeltaNet.flops``.
-        flops += sum(18 * math.prod(layer.rows[0]) for layer in self.sizes if layer.call is None)
+        if self.kind is not None:
+            states = (rows.shape for layer in self.sizes for rows in layer.rows if rows.is_wide)
+            flops += self.kind.flops * sum(map(math.prod, states))
         calls = [layer.call for layer in self.sizes if layer.call is not None]
         return flops * num_tokens + num_visible_pairs * sum(
             6 * call.num_heads * sum(call.head_dims) for call in calls
@@ -162,7 +172,8 @@ class TransformersModel(TreeModel):
 
     @property
     def last_norm(self) -> nn.Module:
-        return self.base.get_submodule("norm")
+        base: Any = self.base
+        return next(getattr(base, name) for name in LAST_NORMS if hasattr(base, name))
 
     @property
     def embedding_weight(self) -> Tensor:
