@@ -8,6 +8,7 @@ from tests.support.cases import for_each
 from tests.support.datasets import sample_reader
 from tests.support.formats import write_lines
 from titan_tree.components.tree_tokenizer import TreeTokenizer
+from titan_tree.components.tree_tokenizer.tool_calls import EARLY_RESULT, NO_OBJECT
 from titan_tree.config import DataConfig
 from titan_tree.data.sample_reader import NO_LIMITS, SampleReader
 from titan_tree.errors import UserError
@@ -304,6 +305,28 @@ def test_log_probs_that_are_all_zero_are_named_once(tmp_path, caplog):
         "f:2: old_logprobs: all of them are 0, as if the model could say nothing else; check that they were "
         "recorded, or remove the field"
     )
+
+
+def test_doubtful_messages_are_named_once_per_file(tmp_path, caplog):
+    def answer(*arguments, **fields):
+        calls = [{"function": {"name": "f", "arguments": text}} for text in arguments]
+        return {"role": "assistant", "content": "", "tool_calls": calls} | fields
+
+    cut_off = {"messages": [*chat("x"), answer("{}", '{"a": ', finish_reason="length")]}
+    good = {"messages": [*chat("x"), answer("{}", {}, "print(1)"), {"role": "tool", "content": "1"}]}
+    no_object = {"messages": [*chat("x"), answer("{}", "{a: 1}")]}
+    no_text, a_list = {"messages": [*chat("x"), answer("")]}, {"messages": [*chat("x"), answer("[1]")]}
+    early = {"messages": [{"role": "tool", "content": "2"}, *chat("x", "y")]}
+    task = {"trajectories": [good, early]}
+    one = write(tmp_path / "one", cut_off, good, no_object, no_text, early, task)
+    two = write(tmp_path / "two", a_list, task)
+    read([one, two])
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{one}:3: messages[1].tool_calls[1]: {NO_OBJECT}",
+        f"{one}:5: messages[0]: {EARLY_RESULT}",
+        f"{two}:1: messages[1].tool_calls[0]: {NO_OBJECT}",
+        f"{two}:2: trajectories[1]: messages[0]: {EARLY_RESULT}",
+    ]
 
 
 def test_only_the_longest_path_and_its_prefixes_are_the_rollout_that_is_trained(tmp_path):

@@ -17,11 +17,13 @@ import numpy as np
 
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.components.tree_tokenizer.endings import ending
+from titan_tree.components.tree_tokenizer.tool_calls import doubtful
 from titan_tree.data.advantages import advantages, check_options, rollout_rewards
 from titan_tree.data.data_files import DataFiles, Group, Trajectory, group_records, group_trajectories
 from titan_tree.data.packing import longest_path
 from titan_tree.data.readers import DEMO, Record, read_records
 from titan_tree.data.readers.chat import marked
+from titan_tree.data.readers.row_reader import warn_once
 from titan_tree.data.schema import (
     KNOWN,
     PATH_FIELDS,
@@ -235,7 +237,7 @@ class SampleReader(DataFiles):
         elif len(kinds) != 1:
             raise _wrong_kind(record, kinds)
         elif kinds == ["messages"]:
-            paths = self._conversation_paths(name, record)
+            paths = self._conversation_paths(trajectory)
         else:
             check_record(record, "token ids", self.ignored)
             paths = [_token_path(name, kinds[0], record)]
@@ -260,7 +262,8 @@ class SampleReader(DataFiles):
         mask = [0] * len(context) + [1] * len(trained)
         return TokenPath(context + trained, mask, id=name, **present_fields(record, PATH_FIELDS))
 
-    def _conversation_paths(self, name: str, record: Record) -> list[TokenPath]:
+    def _conversation_paths(self, trajectory: Trajectory) -> list[TokenPath]:
+        place, name, record = trajectory
         if self.tokenizer is None:
             raise UserError("messages: conversations need a tokenizer, and none is set; set data.tokenizer")
         reason = "not allowed together with messages, because the chat template makes the tokens; remove it"
@@ -277,6 +280,9 @@ class SampleReader(DataFiles):
         turns = _trained_turns(messages, paths, options.get("turns", "each"))
         if not turns:
             raise UserError("messages: expected at least one assistant turn to train on, got none")
+        for message_place, doubt in doubtful(messages):
+            file = place.partition(": ")[0].rpartition(":")[0]
+            warn_once(file, doubt, f"{place}: messages{message_place}")
         self.endings.update(ending(message.get("finish_reason"), "finish_reason") for message in messages)
         for turn, path in turns:
             path.id = f"{name}/{turn}"

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+from titan_tree.components.tree_tokenizer.endings import ending
 from titan_tree.errors import UserError, shorten
 
 Message = dict[str, Any]
+EARLY_RESULT = (
+    "a tool's result before any answer of the assistant, and it is kept as context; if the conversation lost "
+    "its beginning, add it"
+)
+NO_OBJECT = (
+    "arguments that look like JSON, but are no JSON object, and are kept as the text that the model wrote; "
+    "if it should not learn that, give the message weight 0"
+)
 
 
 def ordered_results(messages: Sequence[Message], template_reads_ids: bool, where: str) -> list[Message]:
@@ -90,6 +99,24 @@ def readable_arguments(
     if all(text in rendered for text in texts):
         return list(messages)
     return [_with_objects(message, f"{where}[{index}]") for index, message in enumerate(messages)]
+
+
+def doubtful(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
+    """Yields probable mistakes of checked messages, as (place in the messages, what it is).
+
+    Arguments in free text are those of a custom tool, and an answer that was cut off may end within a call.
+    """
+    has_answer = False
+    for index, message in enumerate(messages):
+        if message["role"] == "tool" and not has_answer:
+            yield f"[{index}]", EARLY_RESULT
+        has_answer |= message["role"] == "assistant"
+        if ending(message.get("finish_reason"), "finish_reason") != "finished":
+            continue
+        for number, call in enumerate(message.get("tool_calls") or ()):
+            text = call.get("function", call)["arguments"]
+            if isinstance(text, str) and text.lstrip()[:1] in ("", "{", "[") and not _is_object(text):
+                yield f"[{index}].tool_calls[{number}]", NO_OBJECT
 
 
 def _with_objects(message: Message, where: str) -> Message:

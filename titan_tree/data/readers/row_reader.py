@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 from abc import abstractmethod
@@ -12,10 +11,11 @@ from typing import TypeVar
 from titan_tree.data.readers import Place, Reader, Record, Source
 from titan_tree.data.readers.containers import first_rows, rows
 from titan_tree.data.readers.strict_json import parse_text
-from titan_tree.errors import UserError, errors_at, shorten
+from titan_tree.errors import UserError, errors_at, printable, shorten
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+_warned: set[tuple[str, str]] = set()  # (file, message)
 
 # Columns that may hold JSON text.
 JSON_COLUMNS = ("messages", "tools", "functions", "trajectories", "conversations", "nodes", "triplets")
@@ -119,10 +119,11 @@ def asks_for_schema(request: object) -> bool:
     return any(isinstance(format, dict) and format.get("type") != "text" for format in formats)
 
 
-@functools.cache
-def warn_once(path: str, message: str) -> None:
-    """Logs a warning about a file, once per process."""
-    logger.warning("%s: %s", path, message)
+def warn_once(path: str, message: str, place: str = "") -> None:
+    """Logs a warning about a file, once per process. It begins with ``place``, if one is given."""
+    if (path, message) not in _warned:
+        _warned.add((path, message))
+        logger.warning("%s: %s", printable(place or path), message, extra={"warning": (path, message)})
 
 
 def expect(value: object, kind: type[T], where: str, expected: str) -> T:
