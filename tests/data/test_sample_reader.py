@@ -329,6 +329,18 @@ def test_doubtful_messages_are_named_once_per_file(tmp_path, caplog):
     ]
 
 
+@pytest.mark.parametrize("names", [("prompt", "response"), ("question", "answer")])
+def test_a_question_and_its_answer_as_text_get_the_names_that_are_read(tmp_path, names):
+    file = write(tmp_path / "f", dict.fromkeys(names, "x"))
+    with pytest.raises(UserError) as error:
+        read(file)
+    assert str(error.value) == (
+        f"{file}:1: expected one of the fields trajectories, messages, tokens, input_ids, text; got a question "
+        "and its answer: give them as messages, or, to train without a chat template, as the texts prompt and "
+        "completion"
+    )
+
+
 def test_only_the_longest_path_and_its_prefixes_are_the_rollout_that_is_trained(tmp_path):
     samples = [{"tokens": tokens, "rollout_id": "r"} for tokens in ([1, 2], [1, 3, 4], [1, 2, 5, 6])]
     file = write(tmp_path / "f", {"trajectories": samples})

@@ -315,6 +315,12 @@ def _wrong_kind(record: Record, kinds: Sequence[str]) -> UserError:
             f"{expected}; got a prompt without an answer, as in the data sets of verl: sample answers first, "
             "and give those (a completion, or verl's trainer.rollout_data_dir)"
         )
+    asked, answered = ({"prompt", "question"} & record.keys(), {"response", "answer"} & record.keys())
+    if asked and answered and not kinds:
+        return UserError(
+            f"{expected}; got a question and its answer: give them as messages, or, to train without a "
+            "chat template, as the texts prompt and completion"
+        )
     present = " and ".join(kinds) or ", ".join(record)[:60] or "an empty object"
     for field in record if not kinds else ():
         if close := get_close_matches(field, ("trajectories", *TRAJECTORY_KINDS), n=1, cutoff=0.75):
