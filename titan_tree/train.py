@@ -46,6 +46,7 @@ def run_command(
     )
     number = os.environ.get("RANK", "0")
     rank = int(number) if number.isdecimal() else 0  # ``Launch`` refuses what is no number
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a warning of torch's store prints a stack
     try:
         args, dashed = parser.parse_known_args(argv)
         _log_to_stdout(rank)

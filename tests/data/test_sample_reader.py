@@ -335,9 +335,9 @@ def test_a_question_and_its_answer_as_text_get_the_names_that_are_read(tmp_path,
     with pytest.raises(UserError) as error:
         read(file)
     assert str(error.value) == (
-        f"{file}:1: expected one of the fields trajectories, messages, tokens, input_ids, text; got a question "
-        "and its answer: give them as messages, or, to train without a chat template, as the texts prompt and "
-        "completion"
+        f"{file}:1: expected one of the fields trajectories, messages, tokens, input_ids, text; got a "
+        "question and its answer: give them as messages, or, to train without a chat template, as the texts "
+        "prompt and completion"
     )
 
 

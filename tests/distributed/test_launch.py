@@ -1,7 +1,10 @@
 """Wrong variables of torchrun, foreign programs and late ranks end a start with one line."""
 
+import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -106,6 +109,7 @@ def test_a_foreign_server_on_the_port_is_one_line(
 def join_alone(rank: int, answer: bytes, monkeypatch: pytest.MonkeyPatch) -> str:
     """Returns the error of a rank that joins at a foreign server, after at most a few seconds."""
     monkeypatch.setattr(launch, "JOIN_S", 0.0)
+    monkeypatch.setattr(launch, "ANSWER_S", 0.1)
     with server(answer) as port:
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         variables = GOOD | ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -157,3 +161,25 @@ def test_restarted_ranks_do_not_use_the_keys_of_dead_ones() -> None:
 
     assert start_all(1, 0) == ["(1, 0)"] * 2
     assert start_all(0, 1) == ["(0, 1)"] * 2
+
+
+@pytest.mark.slow
+def test_a_rank_alone_prints_no_stack() -> None:
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    script = (
+        "from titan_tree.train import exit_process, run_command\n"
+        "def meet(path, overrides):\n"
+        "    from titan_tree.distributed import launch\n"
+        "    launch.JOIN_S = 1\n"
+        "    launch.Launch.of().join(1)\n"
+        "exit_process(lambda: run_command('train', '', meet, ['--config', 'x']))"
+    )
+    env = os.environ | GOOD | {"MASTER_PORT": str(port)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"train: error: rank 1: cannot meet the other ranks at MASTER_ADDR:MASTER_PORT = localhost:{port}: "
+        "nothing there answers as torch's store does; expected all 2 ranks within 1 s (parallel.timeout_s), "
+        "and no other program on this port; to train alone, unset RANK and WORLD_SIZE\n"
+    )

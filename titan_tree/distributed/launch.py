@@ -102,8 +102,10 @@ class Launch:
             ) from None
 
     def _connect(self, connected: Future[dist.Store], timeout_s: float) -> None:
+        # A client of torch that gives up prints a stack, so ``join`` gives up first.
+        timeout = timedelta(seconds=timeout_s + (3 * ANSWER_S if self.rank else 0))
         try:
-            connected.set_result(next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))[0])
+            connected.set_result(next(rendezvous("env://", timeout=timeout))[0])
         except BaseException as error:
             connected.set_exception(error)
 
