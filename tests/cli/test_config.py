@@ -86,8 +86,13 @@ def test_json_has_every_key_that_the_page_lists(capsys: pytest.CaptureFixture[st
             ["--model", "qwen3:debug", "--data", "demo", "-o", "."],
             "--out .: this file exists; give a new one, or remove it",
         ),
+        (
+            ["--model", "0.6B", "--data", "demo"],
+            "--model 0.6B: no such folder; expected that of a Hugging Face snapshot, or NAME:FLAVOR, such as "
+            "qwen3:0.6B",
+        ),
     ],
-    ids=["unknown", "data", "model", "out", "keys", "exists"],
+    ids=["unknown", "data", "model", "out", "keys", "exists", "flavor"],
 )
 def test_wrong_arguments_are_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
@@ -114,6 +119,12 @@ def test_the_loss_is_one_that_the_data_has_the_fields_for(capsys: pytest.Capture
         data = config.data
         found = (config.loss.name, data.advantage, data.tokenizer, data.global_batch_groups)
         assert found == expected
+
+
+def test_the_folder_of_a_written_configuration_is_made(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "my.toml"
+    assert main(["config", "--model", "qwen3:debug", "--data", "demo", "-o", str(out)]) == 0
+    assert load_config(out).folder == "outputs/my"
 
 
 def test_a_written_configuration_has_a_comment_above_each_key(capsys: pytest.CaptureFixture[str]) -> None:

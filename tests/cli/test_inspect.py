@@ -189,8 +189,8 @@ def test_errors_are_one_line_with_status_2(capsys, file, tmp_path):
         ([file, "--report", "aa"], "the closest are a\n"),
         (
             [file, "--model", "qwen3"],
-            "--model qwen3: expected NAME:FLAVOR, such as qwen3:0.6B or the tiny qwen3:debug, or the folder "
-            "of a Hugging Face snapshot; there is no such folder\n",
+            "--model qwen3: no such folder; expected that of a Hugging Face snapshot, or NAME:FLAVOR, such "
+            "as qwen3:debug, qwen3:0.6B, qwen3:1.7B, qwen3:4B, qwen3:8B, qwen3:14B, qwen3:32B",
         ),
         ([file, "--model", "qwen3:0.6b"], "unknown flavor of qwen3 '0.6b'; did you mean '0.6B'?"),
         (

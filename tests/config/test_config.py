@@ -48,6 +48,16 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_name_without_a_suffix_is_that_of_a_packaged_configuration() -> None:
+    assert load_config("demo").folder == "outputs/demo"
+    with pytest.raises(UserError) as error:
+        load_config("demmo")
+    known = ", ".join(path.stem for path in CONFIGS)
+    assert str(error.value) == (
+        f"unknown file or packaged configuration 'demmo'; did you mean 'demo'? (known: {known})"
+    )
+
+
 def test_arguments_override_the_file_and_the_file_overrides_defaults(file: Path) -> None:
     config = load_config(file, ["optimizer.lr=2e-5", "--training.steps=7", "data.files=[a, b]"])
     assert config.optimizer.lr == 2e-5

@@ -132,6 +132,7 @@ def _write(model: str, files: list[str], out: str | None) -> None:
     if out is None:
         print(text, end="")
         return
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
     Path(out).write_text(text, encoding="utf-8")
     out = printable(out)
     print(f"wrote {out}; titan-tree plan {out} estimates its memory and time, titan-tree train {out} trains")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from titan_tree.errors import UserError, printable
-from titan_tree.registry import READERS
+from titan_tree.registry import MODELS, READERS
 
 if TYPE_CHECKING:  # functions import what --help does not need
     from titan_tree.config import DataConfig
@@ -92,9 +92,11 @@ def named_model(model: str) -> TreeModel:
         if Path(model).is_dir():
             return model_from_config(model)
         if not colon:
+            names = [(name, flavor) for name in MODELS for flavor in MODELS[name].flavors]
+            near = [f"{name}:{flavor}" for name, flavor in names if model in (name, flavor)]
             raise UserError(
-                f"--model {model}: expected NAME:FLAVOR, such as qwen3:0.6B or the tiny qwen3:debug, or the "
-                "folder of a Hugging Face snapshot; there is no such folder"
+                f"--model {model}: no such folder; expected that of a Hugging Face snapshot, or NAME:FLAVOR, "
+                f"such as {', '.join(near) or 'qwen3:0.6B or the tiny qwen3:debug'}"
             )
         return build_model(name, flavor)
 

@@ -26,7 +26,15 @@ from titan_tree.config.checks import MISSING, require
 from titan_tree.config.files import regular
 from titan_tree.config.lightning import LightningRunConfig
 from titan_tree.config.rl import RLRunConfig
-from titan_tree.errors import UserError, encoding_hint, errors_at, keep_secret, require_unicode, shorten
+from titan_tree.errors import (
+    UserError,
+    encoding_hint,
+    errors_at,
+    keep_secret,
+    require_unicode,
+    shorten,
+    unknown_name,
+)
 from titan_tree.plugins import import_plugins
 
 if TYPE_CHECKING:
@@ -154,10 +162,19 @@ def find_config(path: str | Path) -> str | Path:
     """Returns ``path``, or the packaged file that it names: ``demo`` is train_configs/demo.toml.
 
     A file of that name in the working directory comes first.
+
+    Raises:
+        UserError: a name without a suffix that is neither.
     """
     name = str(path)
-    packaged = PACKAGED / f"{name}.toml"
-    return packaged if "/" not in name and packaged.is_file() and not Path(name).is_file() else path
+    if "/" in name or Path(name).is_file():
+        return path
+    if (packaged := PACKAGED / f"{name}.toml").is_file():
+        return packaged
+    if "." not in name:
+        known = sorted(file.stem for file in PACKAGED.glob("*.toml"))
+        raise unknown_name("file or packaged configuration", name, known)
+    return path
 
 
 def _read_file(path: str | Path) -> Table:
