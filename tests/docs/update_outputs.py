@@ -1,5 +1,7 @@
 """Runs the code blocks of the documentation and writes what they print into the ``text`` blocks below them.
 
+It leaves an output with a line ``...``, which stands for any lines, as it is.
+
 python -m tests.docs.update_outputs [PAGE ...]
 """
 
@@ -19,7 +21,7 @@ def update(page: Path) -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         results = list(run_page(page))
     for block, printed in reversed(results):
-        if block.output is not None:
+        if block.output is not None and "..." not in block.output.splitlines():
             start, end = block.output_span
             lines = [line.rstrip() for line in printed.strip("\n").splitlines()]
             text = text[:start] + "".join(f"{line}\n" for line in lines) + text[end:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import re
 import shlex
 import sys
@@ -28,6 +29,7 @@ from titan_tree.config.rl import RLRunConfig
 from titan_tree.config.toml import load_config, load_tables
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.registry import Registry
+from titan_tree.run.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")]
@@ -44,8 +46,9 @@ def run_page(page: Path) -> Iterator[tuple[Block, str]]:
 
     - python: runs as a script with the argument ``--help``. All blocks share one namespace. A first line
       ``# name.py`` saves the block as a module instead.
-    - bash: ``titan-tree`` runs, but not its benchmarks. Other commands do not run either, but their files,
-      configuration keys and options are checked.
+    - bash: ``titan-tree`` runs, but not its benchmarks. It trains only if the page shows the
+      output. ``echo`` feeds it. Other commands do not run either, but their files, configuration keys and
+      options are checked.
     - toml: must be a valid configuration. A first line ``# name.toml`` saves it for later blocks.
     - json: must be records that the reader accepts.
     """
@@ -61,7 +64,10 @@ def run_page(page: Path) -> Iterator[tuple[Block, str]]:
                     _run_script(compile(code, str(page), "exec", dont_inherit=True), namespace)
                 elif block.language == "bash":
                     for command in _commands(block.code):
-                        _check_command(command)
+                        if command[:2] == ["titan-tree", "train"] and block.output is not None:
+                            _train(command[2], command[3:])
+                        else:
+                            _check_command(command)
                 elif block.language == "toml":
                     _check_config(block.code)
                 else:
@@ -129,7 +135,12 @@ def _commands(code: str) -> Iterator[list[str]]:
 
 def _check_command(words: list[str]) -> None:
     program, *arguments = words
-    if program == "titan-tree" and arguments[0] == "bench" and len(arguments) > 1:
+    if program == "echo" and "|" in arguments:
+        end = arguments.index("|")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stdin", io.StringIO(" ".join(arguments[:end]) + "\n"))
+            _check_command(arguments[end + 1 :])
+    elif program == "titan-tree" and arguments[0] == "bench" and len(arguments) > 1:
         name, *options = arguments[1:]
         if not name.startswith("-"):
             bench.parse(import_module(f"titan_tree.bench.{name}"), name, options)
@@ -157,6 +168,17 @@ def _check_command(words: list[str]) -> None:
         _check_script(ROOT / arguments[0], arguments[1:])
     elif program.startswith(("./", "scripts/", ".ci/")):
         assert (ROOT / program).exists(), words
+
+
+def _train(config: str, overrides: list[str]) -> None:
+    """Trains in this process, and prints what the run logs."""
+    logger, handler = logging.getLogger("titan_tree"), logging.StreamHandler(sys.stdout)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logger, "handlers", [handler])
+        patch.setattr(logger, "level", logging.INFO)
+        trainer = Trainer(load_config(config, overrides))
+        trainer.train()
+        trainer.close()
 
 
 def _check_script(script: Path, arguments: list[str]) -> None:
