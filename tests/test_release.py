@@ -104,12 +104,7 @@ def test_workflows_and_the_container_file_name_files_that_exist() -> None:
         steps = [step for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
         commands += [shlex.split(step["run"], comments=True) for step in steps]
     scripts = [words for words in commands if "/" in words[0]]
-    assert [words[0] for words in scripts] == [
-        ".ci/run",
-        "scripts/site.sh",
-        "./scripts/test.sh",
-        "./scripts/test.sh",
-    ]
+    assert [words[0] for words in scripts] == [".ci/run", "./scripts/test.sh", "./scripts/test.sh"]
     for words in scripts:
         assert os.access(ROOT / words[0], os.X_OK)
         assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
