@@ -1,14 +1,15 @@
-"""The Triton kernels and the operator of the gated delta rule, against the recurrence on every path."""
+"""The Triton kernels and the operator of the recurrences, against the recurrence on every path."""
 
 import itertools
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.cases import slow_except
+from tests.support.cases import exhaustive, slow_except
 from tests.support.forests import (
     RecurrenceForest,
     assert_relative,
@@ -40,22 +41,29 @@ CASES = {
 }  # fmt: skip
 SMALL_GATEWAY = RecurrenceForest(forest([-1, 0, -1], [3, 2, 2], {0: 1}), [2, 6], 2, 64, 1, 2, 16, 16)
 
+EVERYDAY = ("1-token nodes", "gdn"), ("two tokens", "gdn"), ("two tokens", "ssd")
+OTHERS = [(name, "ssd") for name in CASES if name not in ("two tokens", "gateway")]
+INTERPRETED = [
+    *slow_except(EVERYDAY, [*product(CASES, ["gdn"]), ("two tokens", "ssd"), ("gateway", "ssd")]),
+    *exhaustive(OTHERS, OTHERS),
+]
 in_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles if there is a GPU")
 
 
 @in_interpreter
-@pytest.mark.parametrize("name", slow_except(("1-token nodes", "two tokens"), CASES))
-def test_interpreted_kernels_equal_recurrence(name):
-    case = recurrence_case(CASES[name])
+@pytest.mark.parametrize(("name", "rule"), INTERPRETED)
+def test_interpreted_kernels_equal_recurrence(name, rule):
+    case = recurrence_case(CASES[name], rule=rule)
     got = run_rule(case, "triton")
     assert_relative(got, exact_rule(case), 5e-6)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rule", ["gdn", "ssd"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_equal_recurrence_on_a_gpu(name, dtype, tolerance):
-    case = recurrence_case(CASES[name], dtype, "cuda")
+def test_kernels_equal_recurrence_on_a_gpu(name, dtype, tolerance, rule):
+    case = recurrence_case(CASES[name], dtype, "cuda", rule=rule)
     got = run_rule(case, "triton")
     assert_relative(got, exact_rule(case), tolerance)
     assert all(map(torch.equal, got, run_rule(case, "triton")))
@@ -66,6 +74,23 @@ def test_kernels_equal_recurrence_on_a_gpu(name, dtype, tolerance):
 def test_reference_operator_equals_recurrence(name, rule):
     case = recurrence_case(CASES[name], rule=rule)
     assert_relative(run_rule(case, "reference"), exact_rule(case), 5e-6)
+
+
+@in_interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", exhaustive(("gdn",), ("gdn", "ssd")))
+def test_a_sibling_changes_nothing(rule):
+    """Other inputs of the second child's tokens 5 and 6 change no result of the other tokens in any bit."""
+    case = recurrence_case(
+        RecurrenceForest(forest([-1, 0, 0], [3, 2, 2]), [], 0, 64, 1, 2, 16, 16), rule=rule
+    )
+    case.upstream[0][5:] = 0  # so that the sibling sends no gradients to the tokens before it
+    want = run_rule(case, "triton")
+    for x in case.inputs:
+        x.data[5:] = x.data[5:].flip(0) / 2
+    got = run_rule(case, "triton")
+    assert not torch.equal(got[0], want[0])
+    assert all(torch.equal(a[:5], b[:5]) for a, b in zip(got, want, strict=True))
 
 
 def test_strided_inputs_and_one_gradient_alone():

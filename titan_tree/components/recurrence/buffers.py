@@ -1,4 +1,4 @@
-"""Tensors that one kernel of the gated delta rule writes and another one reads.
+"""Tensors that one kernel of a recurrence writes and another one reads.
 
 Letters: N tokens, G value heads, 64 tokens per chunk (CHUNK), L slots. A slot holds a state from which chains
 start, or which is exported (``tree/chunks.py``).
@@ -32,25 +32,36 @@ class Factors(NamedTuple):
     """
 
     total: Tensor  # G_i, in base 2
-    beta: Tensor
-    read: Tensor  # -e_i = -exp(G_i) / |k_i|
     write: Tensor  # d_i = exp(G_last - G_i) / |k_i|
-    length: Tensor  # 1 / |k_i|
     query: Tensor  # s exp(G_i) / |q_i|; this and q_length are 0 past the chunk's last token
-    q_length: Tensor  # 1 / |q_i|
+    # Without the delta rule, lengths and s count as 1, ``write`` is 0 past the chunk's last token, and the
+    # numbers below do not exist.
+    read: Tensor | None = None  # -e_i = -exp(G_i) / |k_i|
+    length: Tensor | None = None  # 1 / |k_i|
+    q_length: Tensor | None = None  # 1 / |q_i|
+    beta: Tensor | None = None
 
 
 class Saved(NamedTuple):
     """What the backward pass reads besides the inputs."""
 
     slots: Tensor  # [L, G, V, K] fp32: the states that chains start from, and the exported ones
-    inverse: Tensor  # [chunks, G, 64, 64] in the dtype of q: T of each chunk
-    numbers: Tensor  # [7, chunks + 1, G, 64] fp32: ``Factors``
+    inverse: Tensor  # [chunks, G, 64, 64] in the dtype of q: T of each chunk; [0] without the delta rule
+    numbers: Tensor  # [7 or 3, chunks + 1, G, 64] fp32: ``Factors``
 
     @property
     def factors(self) -> Factors:
         """Views of ``numbers``."""
         return Factors(*self.numbers.unbind())
+
+    @property
+    def has_delta(self) -> bool:
+        """Whether the rule is a delta rule."""
+        return len(self.inverse) > 0
+
+    @property
+    def num_chunks(self) -> int:
+        return self.numbers.shape[1] - 1
 
 
 def empty_saved(q: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, chains: Chains) -> Saved:
@@ -59,16 +70,22 @@ def empty_saved(q: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, chains: Ch
     num_chunks, num_slots, heads = chains.slot.shape[0], chains.first_child.shape[0] - 1, v.shape[1]
     return Saved(
         slots=v.new_empty(num_slots, heads, v.shape[2], q.shape[2], dtype=torch.float32),
-        inverse=q.new_empty(num_chunks, heads, CHUNK, CHUNK),
-        numbers=q.new_empty(len(Factors._fields), num_chunks + 1, heads, CHUNK, dtype=torch.float32),
+        inverse=q.new_empty(0) if beta is None else q.new_empty(num_chunks, heads, CHUNK, CHUNK),
+        numbers=q.new_empty(
+            3 if beta is None else len(Factors._fields), num_chunks + 1, heads, CHUNK, dtype=torch.float32
+        ),
     )
 
 
 def empty_states(saved: Saved) -> tuple[Tensor, Tensor]:
-    """Returns uninitialized S^T [chunks, G, V, K] and n^T [chunks, G, V, 64], or their gradients."""
-    (_, heads, width, width_k), num_chunks = saved.slots.shape, len(saved.inverse)
+    """Returns uninitialized S^T [chunks, G, V, K] and n^T [chunks, G, V, 64], or their gradients.
+
+    Without the delta rule, n is v, and the second tensor is empty.
+    """
+    (_, heads, width, width_k), num_chunks = saved.slots.shape, saved.num_chunks
     empty = saved.inverse.new_empty
-    return empty(num_chunks, heads, width, width_k), empty(num_chunks, heads, width, CHUNK)
+    new = empty(num_chunks if saved.has_delta else 0, heads, width, CHUNK)
+    return empty(num_chunks, heads, width, width_k), new
 
 
 def precision(x: Tensor) -> str:

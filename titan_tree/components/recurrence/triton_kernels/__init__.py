@@ -1,4 +1,4 @@
-"""Backend "triton": the gated delta rule in plain Triton, for any GPU, in bfloat16 and float32.
+"""Backend "triton": Gated DeltaNet and Mamba-2's SSD in plain Triton, for any GPU, in bfloat16 and float32.
 
 Read ``forward_kernels.py``, then ``backward_kernels.py``, then ``launch.py``, which orders the launches.
 Without a GPU, Triton's interpreter runs the kernels if TRITON_INTERPRET=1.
@@ -35,8 +35,6 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> 
     """See ``RecurrenceBackend.refusal``."""
     if q.device.type != "cuda" and not INTERPRET:
         return f"needs a CUDA device, got {q.device}; use 'reference', or set TRITON_INTERPRET=1 to debug"
-    if beta is None:
-        return "expected beta, because its kernels compute the delta rule alone; use 'reference'"
     if g.ndim == 3:
         return "expected g [N, G], got a decay per channel of the keys; use 'reference'"
     dtypes = {q.dtype, k.dtype, v.dtype}

@@ -1,4 +1,4 @@
-"""Backward kernels of the gated delta rule in Triton. ``forward_kernels.py`` explains letters and layouts.
+"""Backward kernels of the recurrences in Triton. ``forward_kernels.py`` explains letters and layouts.
 
 From dS', the gradient of a chunk's last state, and X = dv, with s the scale of q:
 
@@ -15,6 +15,10 @@ The gradient of G_last also contains <S', dS'> = exp(G_last) <S, dS'> + sum_i d_
 contribute to dG the row sums minus the column sums of P * dP and of A * dA. Both sums come from one matrix,
 so terms that cancel in exact arithmetic also cancel here. With bf16 operands this lowers the error of dg to a
 fifth.
+
+Without the delta rule (DELTA is false), X = dn = dv. The terms of A, of beta and of normalization vanish:
+
+    dG_i = q_i.dq_i - k_i.dk_i
 
 The kernels run in this order:
 
@@ -40,6 +44,7 @@ from titan_tree.components.recurrence.triton_kernels.forward_kernels import (
     decayed,
     inverse_length,
     load_hidden,
+    load_new,
     stages,
 )
 from titan_tree.tree.chunks import Chains, Chunks
@@ -51,7 +56,7 @@ from titan_tree.tree.chunks import Chains, Chunks
 def _query_kernel(
     q_ptr, k_ptr, do_ptr, state_ptr, new_ptr, total_ptr, length_ptr, dq_ptr, dtotal_ptr, start_ptr, scale,
     GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     """dq of one chunk and value head, and the parts of each token's dG that come from P and exp(G) q S."""
     index = tl.program_id(0).to(tl.int64)
@@ -63,13 +68,16 @@ def _query_kernel(
     key_tile = t[:, None] * (G // GROUP * K) + d[None, :]
     value_base = (start.to(tl.int64) * G + head) * V
     q = tl.load(q_ptr + key_base + key_tile, mask=is_token, other=0.0)
-    # Computed and not loaded: a loaded vector has another layout, with which the rest of the kernel would
-    # need more registers.
-    q_length = inverse_length(q)
+    if DELTA:
+        # Computed and not loaded: a loaded vector has another layout, with which the rest of the kernel would
+        # need more registers.
+        q_length, length = inverse_length(q), tl.load(length_ptr + index * C + t)
+    else:
+        q_length, length = tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32)
     k = tl.load(k_ptr + key_base + key_tile, mask=is_token, other=0.0)
     do = tl.load(do_ptr + value_base + (t[:, None] * (G * V) + column[None, :]), mask=is_token, other=0.0)
-    total, length = tl.load(total_ptr + index * C + t), tl.load(length_ptr + index * C + t)
-    new = tl.load(new_ptr + index * C * V + (column[:, None] * C + t[None, :]))
+    total = tl.load(total_ptr + index * C + t)
+    new = load_new(new_ptr, index, start, head, t < end - start, G, V, C, DELTA)
     state = tl.load(state_ptr + index * K * V + (column[:, None] * K + d[None, :]))
     dp = tl.dot(do, new, input_precision=PRECISION) * (scale * length)[None, :]
     dp = decayed(dp, total[:, None], total[None, :], t[:, None] >= t[None, :])
@@ -80,7 +88,8 @@ def _query_kernel(
     q_dq = tl.sum(dq * q, 1) * q_length + from_p
     dq = tl.dot(dp.to(k.dtype), k, dq, input_precision=PRECISION)
     tl.store(dtotal_ptr + index * C + t, q_dq - tl.sum(p_dp, 0))
-    dq = (dq - q * (q_length * q_dq)[:, None]) * q_length[:, None]
+    if DELTA:
+        dq = (dq - q * (q_length * q_dq)[:, None]) * q_length[:, None]
     tile = t[:, None] * (G * K) + d[None, :]
     tl.store(
         dq_ptr + (start.to(tl.int64) * G + head) * K + tile, dq.to(dq_ptr.dtype.element_ty), mask=is_token
@@ -106,8 +115,12 @@ def _state_gradient_kernel(
     slot_gradient_ptr, start_gradient_ptr, first_ptr, end_ptr, source_ptr, slot_ptr, start_ptr, first_chain,
     GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, RAW: tl.constexpr,
+    DELTA: tl.constexpr,
 ):  # fmt: skip
-    """One chain from its end: dS'^T and X^T of each chunk, and the gradient of the state it starts from."""
+    """One chain from its end: dS'^T and X^T of each chunk, and the gradient of the state it starts from.
+
+    Without DELTA, X goes to dv [N, G, V].
+    """
     index = tl.program_id(0)
     V_BLOCKS: tl.constexpr = V // BLOCK_V
     chain = first_chain + index // (G * V_BLOCKS)
@@ -118,7 +131,8 @@ def _state_gradient_kernel(
     dstate = tl.zeros([BLOCK_V, K], dtype=tl.float32)
     first, end = tl.load(first_ptr + chain), tl.load(end_ptr + chain)
     row = ((end - 1).to(tl.int64) * G + head) * C
-    read, write = tl.load(read_ptr + row + t), tl.load(write_ptr + row + t)
+    write = tl.load(write_ptr + row + t)
+    read = tl.load(read_ptr + row + t) if DELTA else write
     query, last = tl.load(query_ptr + row + t), tl.load(total_ptr + row + C - 1)
     for i in tl.range(0, end - first, num_stages=STAGES):
         chunk = end - 1 - i
@@ -135,13 +149,14 @@ def _state_gradient_kernel(
             do_ptr + (start * G + head) * V + (t[:, None] * (G * V) + column[None, :]),
             mask=is_token[:, None], other=0.0,
         )  # fmt: skip
-        inverse = tl.load(inverse_ptr + row * C + (t[:, None] * C + t[None, :]))
+        if DELTA:
+            inverse = tl.load(inverse_ptr + row * C + (t[:, None] * C + t[None, :]))
         p = tl.load(p_ptr + row * C + (t[:, None] * C + t[None, :]))
         # Factors of the previous chunk, which the next step computes.
         next_row = (tl.maximum(chunk - 1, 0).to(tl.int64) * G + head) * C
         slot = load_hidden(slot_ptr + clamped, RAW)
-        next_read = tl.load(read_ptr + next_row + t)
         next_write = tl.load(write_ptr + next_row + t)
+        next_read = tl.load(read_ptr + next_row + t) if DELTA else next_write
         next_query = tl.load(query_ptr + next_row + t)
         next_last = tl.load(total_ptr + next_row + C - 1)
         if slot >= 0:
@@ -150,11 +165,16 @@ def _state_gradient_kernel(
         tl.store(dstate_ptr + row // C * K * V + state_tile, rounded)
         dnew = tl.dot(rounded, tl.trans(k), input_precision=PRECISION) * write[None, :]
         dnew = tl.dot(tl.trans(do), p, dnew, input_precision=PRECISION)
-        x = tl.dot(dnew.to(inverse.dtype), inverse, input_precision=PRECISION)
-        tl.store(x_ptr + row * V + (column[:, None] * C + t[None, :]), x.to(x_ptr.dtype.element_ty))
+        if DELTA:
+            x = tl.dot(dnew.to(inverse.dtype), inverse, input_precision=PRECISION)
+            tl.store(x_ptr + row * V + (column[:, None] * C + t[None, :]), x.to(x_ptr.dtype.element_ty))
+        else:
+            dv_tile = (start * G + head) * V + (t[None, :] * (G * V) + column[:, None])
+            tl.store(x_ptr + dv_tile, dnew.to(x_ptr.dtype.element_ty), mask=is_token[None, :])
         scaled = (tl.trans(do).to(tl.float32) * query[None, :]).to(q.dtype)
         dstate = tl.dot(scaled, q, dstate * tl.exp2(last), input_precision=PRECISION)
-        dstate = tl.dot((x * read[None, :]).to(k.dtype), k, dstate, input_precision=PRECISION)
+        if DELTA:
+            dstate = tl.dot((x * read[None, :]).to(k.dtype), k, dstate, input_precision=PRECISION)
         read, write, query, last = next_read, next_write, next_query, next_last
     if tl.load(source_ptr + chain) >= 0:
         tl.store(start_gradient_ptr + (chain.to(tl.int64) * G + head) * K * V + state_tile, dstate)
@@ -165,9 +185,9 @@ def _input_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, state_ptr, dstate_ptr, new_ptr, x_ptr, total_ptr, beta_ptr,
     length_ptr, q_length_ptr, dtotal_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, start_ptr,
     scale, GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """dk of one chunk and value head, dv, dg and dbeta.
+    """dk of one chunk and value head, dg, and with DELTA dv and dbeta.
 
     Operands of products are loaded a second time, from cache, for elementwise arithmetic: registers cannot
     hold both layouts at once.
@@ -184,6 +204,7 @@ def _input_kernel(
     value_tile_t = t[None, :] * (G * V) + column[:, None]
     state_tile = column[:, None] * K + d[None, :]
     new_tile = column[:, None] * C + t[None, :]
+    head_base = start.to(tl.int64) * G + head
 
     row = index * C + t
     total, last = tl.load(total_ptr + row), tl.load(total_ptr + index * C + C - 1)
@@ -191,14 +212,17 @@ def _input_kernel(
     state = tl.load(state_ptr + index * K * V + state_tile).to(tl.float32)
     d_last = tl.sum(tl.sum(dstate * state, 1), 0) * tl.exp2(last)
 
-    q_length, length = tl.load(q_length_ptr + row), tl.load(length_ptr + row)
-    x = tl.load(x_ptr + index * C * V + new_tile)
-    v = tl.load(v_ptr + value_base + value_tile_t, mask=is_token[None, :], other=0.0)
-    tl.store(dv_ptr + value_base + value_tile_t, x.to(dv_ptr.dtype.element_ty), mask=is_token[None, :])
-    x_v = tl.sum(v.to(tl.float32) * x.to(tl.float32), 0)
+    if DELTA:
+        q_length, length = tl.load(q_length_ptr + row), tl.load(length_ptr + row)
+        x = tl.load(x_ptr + index * C * V + new_tile)
+        v = tl.load(v_ptr + value_base + value_tile_t, mask=is_token[None, :], other=0.0)
+        tl.store(dv_ptr + value_base + value_tile_t, x.to(dv_ptr.dtype.element_ty), mask=is_token[None, :])
+        x_v = tl.sum(v.to(tl.float32) * x.to(tl.float32), 0)
+    else:
+        q_length, length = tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32)
 
     # The part of dk where k is a column: of the chunk's last state, P and A.
-    new = tl.load(new_ptr + index * C * V + new_tile)
+    new = load_new(new_ptr, index, start, head, is_token, G, V, C, DELTA)
     dstate = tl.load(dstate_ptr + index * K * V + state_tile)
     dk = tl.dot(tl.trans(new), dstate, input_precision=PRECISION) * tl.exp2(last - total)[:, None]
     k_wide = tl.load(k_ptr + key_base + key_tile, mask=is_token[:, None], other=0.0).to(tl.float32)
@@ -209,31 +233,33 @@ def _input_kernel(
     dp *= (scale * q_length)[None, :]
     dp = decayed(dp, total[None, :], total[:, None], t[:, None] <= t[None, :])
     dk = tl.dot(dp.to(q.dtype), q, dk, input_precision=PRECISION)
-    x = tl.load(x_ptr + index * C * V + new_tile)
-    k = tl.load(k_ptr + key_base + key_tile, mask=is_token[:, None], other=0.0)
-    da = tl.dot(tl.trans(new), x, input_precision=PRECISION)
-    da = decayed(-da * length[None, :], total[None, :], total[:, None], t[:, None] < t[None, :])
-    dk = tl.dot(da.to(q.dtype), k, dk, input_precision=PRECISION)
+    dtotal = tl.load(dtotal_ptr + row) - from_last
+    if DELTA:
+        x = tl.load(x_ptr + index * C * V + new_tile)
+        k = tl.load(k_ptr + key_base + key_tile, mask=is_token[:, None], other=0.0)
+        da = tl.dot(tl.trans(new), x, input_precision=PRECISION)
+        da = decayed(-da * length[None, :], total[None, :], total[:, None], t[:, None] < t[None, :])
+        dk = tl.dot(da.to(q.dtype), k, dk, input_precision=PRECISION)
 
-    # The part of dk where k is a row: of A and e k S.
-    da = tl.dot(tl.trans(x), new, input_precision=PRECISION)
-    da = decayed(-da * length[None, :], total[:, None], total[None, :], t[:, None] > t[None, :])
-    a_da = da * (tl.dot(k, tl.trans(k), input_precision=PRECISION) * length[:, None])
-    dtotal = tl.load(dtotal_ptr + row) - from_last - tl.sum(a_da, 0)
-    state = tl.load(state_ptr + index * K * V + state_tile)
-    dk_row = tl.dot(tl.trans(x), state, input_precision=PRECISION) * (-tl.exp2(total))[:, None]
-    k_wide = tl.load(k_ptr + key_base + key_tile, mask=is_token[:, None], other=0.0).to(tl.float32)
-    k_row = tl.sum(dk_row * k_wide, 1) * length + tl.sum(a_da, 1)
-    dk += tl.dot(da.to(q.dtype), k, dk_row, input_precision=PRECISION)
+        # The part of dk where k is a row: of A and e k S.
+        da = tl.dot(tl.trans(x), new, input_precision=PRECISION)
+        da = decayed(-da * length[None, :], total[:, None], total[None, :], t[:, None] > t[None, :])
+        a_da = da * (tl.dot(k, tl.trans(k), input_precision=PRECISION) * length[:, None])
+        dtotal -= tl.sum(a_da, 0)
+        state = tl.load(state_ptr + index * K * V + state_tile)
+        dk_row = tl.dot(tl.trans(x), state, input_precision=PRECISION) * (-tl.exp2(total))[:, None]
+        k_wide = tl.load(k_ptr + key_base + key_tile, mask=is_token[:, None], other=0.0).to(tl.float32)
+        k_row = tl.sum(dk_row * k_wide, 1) * length + tl.sum(a_da, 1)
+        dk += tl.dot(da.to(q.dtype), k, dk_row, input_precision=PRECISION)
 
-    k_wide = tl.load(k_ptr + key_base + key_tile, mask=is_token[:, None], other=0.0).to(tl.float32)
-    dk = (dk - k_wide * (length * length * tl.sum(dk * k_wide, 1))[:, None]) * length[:, None]
+        k_wide = tl.load(k_ptr + key_base + key_tile, mask=is_token[:, None], other=0.0).to(tl.float32)
+        dk = (dk - k_wide * (length * length * tl.sum(dk * k_wide, 1))[:, None]) * length[:, None]
+        dbeta = (x_v + k_row) / tl.load(beta_ptr + row, mask=is_token, other=1.0)
+        tl.store(dbeta_ptr + head_base + t * G, dbeta.to(dbeta_ptr.dtype.element_ty), mask=is_token)
+        dtotal += k_row
     tile = t[:, None] * (G * K) + d[None, :]
-    head_base = start.to(tl.int64) * G + head
     tl.store(dk_ptr + head_base * K + tile, dk.to(dk_ptr.dtype.element_ty), mask=is_token[:, None])
-    dbeta = (x_v + k_row) / tl.load(beta_ptr + row, mask=is_token, other=1.0)
-    tl.store(dbeta_ptr + head_base + t * G, dbeta.to(dbeta_ptr.dtype.element_ty), mask=is_token)
-    dg = tl.cumsum(dtotal + k_row, 0, reverse=True) + d_last + tl.sum(from_last, 0)
+    dg = tl.cumsum(dtotal, 0, reverse=True) + d_last + tl.sum(from_last, 0)
     tl.store(dg_ptr + head_base + t * G, dg.to(dg_ptr.dtype.element_ty), mask=is_token)
 
 
@@ -267,7 +293,7 @@ def state_gradients(
             q, k, do, saved.inverse, scores, factors.read, factors.write, factors.query, factors.total,
             dstate, x, slot_gradient, start_gradient, chains.first, chains.end, chains.source, chains.slot,
             chunks.start, first, **sizes(q, do), BLOCK_V=block, PRECISION=precision(k),
-            STAGES=stages(k, programs), RAW=k.is_cuda,
+            STAGES=stages(k, programs), RAW=k.is_cuda, DELTA=saved.has_delta,
         )  # fmt: skip
 
     return run
@@ -275,11 +301,12 @@ def state_gradients(
 
 def input_gradients(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, state: Tensor, dstate: Tensor, new: Tensor, x: Tensor,
-    gradients: tuple[Tensor, ...], saved: Saved, chunks: Chunks,
+    gradients: tuple[Tensor | None, ...], saved: Saved, chunks: Chunks,
 ) -> None:  # fmt: skip
-    """Fills the gradients dq and dk [N, G, K], dv, dg and dbeta."""
-    factors, (dq, *others), scale = saved.factors, gradients, q.shape[2] ** -0.5
-    constants = sizes(q, v) | {"PRECISION": precision(q)}
+    """Fills the gradients dq and dk [N, G, K], dg, and for a delta rule dv and dbeta."""
+    factors, (dq, *others) = saved.factors, gradients
+    scale = q.shape[2] ** -0.5 if saved.has_delta else 1.0
+    constants = sizes(q, v) | {"PRECISION": precision(q), "DELTA": saved.has_delta}
     grid, dtotal = (len(state) * v.shape[1],), torch.empty_like(factors.total)
     _query_kernel[grid](
         q, k, do, state, new, factors.total, factors.length, dq, dtotal, chunks.start, scale, **constants

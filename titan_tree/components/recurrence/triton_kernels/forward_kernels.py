@@ -1,4 +1,4 @@
-"""Forward kernels of the gated delta rule in Triton. The backward pass reuses some of them.
+"""Forward kernels of the recurrences in Triton. The backward pass reuses some of them.
 
 The algebra is that of ``reference.py``; the chunk form is Gated DeltaNet's (arXiv:2412.06464). Two things are
 folded in. The row factors e_i = exp(G_i) / |k_i| and d_i = exp(G_last - G_i) / |k_i| also normalize the keys,
@@ -7,6 +7,9 @@ flash-linear-attention stores the products w = T k and u = T v. From the state S
 with P_ij = exp(G_i - G_j) q_i.k_j for j <= i and normalized q and k:
 
     n = T (v - e (k S));   S' = exp(G_last) S + k^T (d n);   o = exp(G) (q S) + P n
+
+Without the delta rule (DELTA is false), q and k are not normalized, T is the identity and n = v: kernels read
+v in place of n, and ``_inverse_kernel`` does not run.
 
 This costs one more small product and saves a quarter of the memory traffic. A kernel of its own computes P,
 scaled, and the factors of q, because the backward pass needs P again.
@@ -96,11 +99,28 @@ def decayed(x, gained, lost, is_seen):
 
 
 @triton.jit
-def _gates_kernel(
-    g_ptr, beta_ptr, total_ptr, chunk_beta_ptr, start_ptr,
-    G: tl.constexpr, BLOCK_G: tl.constexpr, C: tl.constexpr,
+def load_new(
+    ptr, index, start, head, is_token, G: tl.constexpr, V: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """Decays summed from the chunk's start, and beta, as [chunks, G, C]; one chunk and BLOCK_G heads."""
+    """n^T [V, C] of a chunk and head. ``ptr``: n^T of all chunks; without the delta rule v [N, G, V]."""
+    t, column = tl.arange(0, C)[None, :], tl.arange(0, V)[:, None]
+    if DELTA:
+        new = tl.load(ptr + index * C * V + (column * C + t))
+    else:
+        base = ptr + (start.to(tl.int64) * G + head) * V
+        new = tl.load(base + (t * (G * V) + column), mask=is_token[None, :], other=0.0)
+    return new
+
+
+@triton.jit
+def _gates_kernel(
+    g_ptr, beta_ptr, total_ptr, chunk_beta_ptr, write_ptr, query_ptr, start_ptr,
+    G: tl.constexpr, BLOCK_G: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr,
+):  # fmt: skip
+    """Decays summed from the chunk's start as [chunks, G, C]; one chunk and BLOCK_G heads.
+
+    DELTA: also beta. Otherwise also the row factors d and exp(G), which depend on the decays alone.
+    """
     chunk = tl.program_id(0).to(tl.int64)
     start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
     t = tl.arange(0, C)
@@ -111,9 +131,14 @@ def _gates_kernel(
     target = (chunk * G + head)[None, :] * C + t[:, None]
     total = tl.cumsum(tl.load(g_ptr + source, mask=mask, other=0.0).to(tl.float32) * LOG2_E, 0)
     tl.store(total_ptr + target, total, mask=is_head)
-    beta = tl.load(beta_ptr + source, mask=mask, other=0.0).to(tl.float32)
-    beta = tl.where(mask & (beta == 0.0), SMALLEST_BETA, beta)
-    tl.store(chunk_beta_ptr + target, beta, mask=is_head)
+    if DELTA:
+        beta = tl.load(beta_ptr + source, mask=mask, other=0.0).to(tl.float32)
+        beta = tl.where(mask & (beta == 0.0), SMALLEST_BETA, beta)
+        tl.store(chunk_beta_ptr + target, beta, mask=is_head)
+    else:
+        last = tl.sum(tl.where((t == C - 1)[:, None], total, 0.0), 0)[None, :]
+        tl.store(write_ptr + target, tl.where(mask, tl.exp2(last - total), 0.0), mask=is_head)
+        tl.store(query_ptr + target, tl.where(mask, tl.exp2(total), 0.0), mask=is_head)
 
 
 @triton.jit
@@ -175,9 +200,9 @@ def _state_kernel(
     first_ptr, end_ptr, source_ptr, slot_ptr, start_ptr, first_chain,
     GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BLOCK_V: tl.constexpr, LEAVE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    RAW: tl.constexpr,
+    RAW: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """S^T at the start of each chunk of one chain, and n^T. LEAVE: also stores states into their slots."""
+    """S^T at the start of each chunk of one chain, and n^T. LEAVE: also fills slots."""
     index = tl.program_id(0)
     V_BLOCKS: tl.constexpr = V // BLOCK_V
     chain = first_chain + index // (G * V_BLOCKS)
@@ -191,7 +216,8 @@ def _state_kernel(
         state = tl.load(slots_ptr + (source.to(tl.int64) * G + head) * K * V + state_tile)
     first, end = tl.load(first_ptr + chain), tl.load(end_ptr + chain)
     row = (first.to(tl.int64) * G + head) * C
-    read, write = tl.load(read_ptr + row + t), tl.load(write_ptr + row + t)
+    write = tl.load(write_ptr + row + t)
+    read = tl.load(read_ptr + row + t) if DELTA else write
     last = tl.load(total_ptr + row + C - 1)
     for chunk in tl.range(first, end, num_stages=STAGES):
         row = (tl.cast(chunk, tl.int64) * G + head) * C
@@ -207,19 +233,23 @@ def _state_kernel(
             v_ptr + (start * G + head) * V + (t[:, None] * (G * V) + column[None, :]),
             mask=is_token[:, None], other=0.0,
         )  # fmt: skip
-        inverse = tl.load(inverse_ptr + row * C + (t[:, None] * C + t[None, :]))
+        if DELTA:
+            inverse = tl.load(inverse_ptr + row * C + (t[:, None] * C + t[None, :]))
         slot = load_hidden(slot_ptr + clamped, RAW)
         # Factors of the next chunk. The tensors have room for one chunk after the last.
-        next_read = tl.load(read_ptr + row + G * C + t)
         next_write = tl.load(write_ptr + row + G * C + t)
+        next_read = tl.load(read_ptr + row + G * C + t) if DELTA else next_write
         next_last = tl.load(total_ptr + row + G * C + C - 1)
         rounded = state.to(k.dtype)
         tl.store(state_ptr + row // C * K * V + state_tile, rounded)
-        ks = tl.dot(rounded, tl.trans(k), input_precision=PRECISION)
-        new = tl.dot(tl.trans(v), tl.trans(inverse), input_precision=PRECISION)
-        ks = (ks * read[None, :]).to(inverse.dtype)
-        new = tl.dot(ks, tl.trans(inverse), new, input_precision=PRECISION)
-        tl.store(new_ptr + row * V + (column[:, None] * C + t[None, :]), new.to(new_ptr.dtype.element_ty))
+        if DELTA:
+            ks = tl.dot(rounded, tl.trans(k), input_precision=PRECISION)
+            new = tl.dot(tl.trans(v), tl.trans(inverse), input_precision=PRECISION)
+            ks = (ks * read[None, :]).to(inverse.dtype)
+            new = tl.dot(ks, tl.trans(inverse), new, input_precision=PRECISION)
+            tl.store(new_ptr + row * V + (column[:, None] * C + t[None, :]), new.to(new_ptr.dtype.element_ty))
+        else:
+            new = tl.trans(v).to(tl.float32)
         written = (new * write[None, :]).to(k.dtype)
         state = tl.dot(written, k, state * tl.exp2(last), input_precision=PRECISION)
         if LEAVE:  # noqa: SIM102 (LEAVE is a constant of the compiler, slot is not)
@@ -232,9 +262,9 @@ def _state_kernel(
 def _scores_kernel(
     q_ptr, k_ptr, total_ptr, length_ptr, p_ptr, query_ptr, q_length_ptr, start_ptr, scale,
     GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr, LEAVE: tl.constexpr,
+    PRECISION: tl.constexpr, LEAVE: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """s P of one chunk and head. LEAVE: also the factors of its queries."""
+    """s P of one chunk and head. LEAVE: also the factors of its queries, with DELTA."""
     index = tl.program_id(0).to(tl.int64)
     chunk, head = index // G, index % G
     start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
@@ -245,12 +275,14 @@ def _scores_kernel(
     q = tl.load(q_ptr + key_base + key_tile, mask=is_token[:, None], other=0.0)
     k = tl.load(k_ptr + key_base + key_tile, mask=is_token[:, None], other=0.0)
     row = index * C + t
-    total, length = tl.load(total_ptr + row), tl.load(length_ptr + row)
-    q_length = inverse_length(q)
-    if LEAVE:
-        tl.store(q_length_ptr + row, tl.where(is_token, q_length, 0.0))
-        tl.store(query_ptr + row, tl.where(is_token, scale * q_length * tl.exp2(total), 0.0))
-    p = tl.dot(q, tl.trans(k), input_precision=PRECISION) * length[None, :] * (scale * q_length)[:, None]
+    total = tl.load(total_ptr + row)
+    p = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if DELTA:
+        length, q_length = tl.load(length_ptr + row), inverse_length(q)
+        if LEAVE:
+            tl.store(q_length_ptr + row, tl.where(is_token, q_length, 0.0))
+            tl.store(query_ptr + row, tl.where(is_token, scale * q_length * tl.exp2(total), 0.0))
+        p = p * length[None, :] * (scale * q_length)[:, None]
     p = decayed(p, total[:, None], total[None, :], t[:, None] >= t[None, :])
     tl.store(p_ptr + index * C * C + (t[:, None] * C + t[None, :]), p.to(p_ptr.dtype.element_ty))
 
@@ -259,7 +291,7 @@ def _scores_kernel(
 def _output_kernel(
     q_ptr, state_ptr, new_ptr, p_ptr, query_ptr, o_ptr, start_ptr,
     GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     """o of one chunk and head."""
     index = tl.program_id(0).to(tl.int64)
@@ -271,7 +303,7 @@ def _output_kernel(
     key_tile = t[:, None] * (G // GROUP * K) + d[None, :]
     q = tl.load(q_ptr + key_base + key_tile, mask=is_token, other=0.0)
     state = tl.load(state_ptr + index * K * V + (column[:, None] * K + d[None, :]))
-    new = tl.load(new_ptr + index * C * V + (column[:, None] * C + t[None, :]))
+    new = load_new(new_ptr, index, start, head, t < end - start, G, V, C, DELTA)
     p = tl.load(p_ptr + index * C * C + (t[:, None] * C + t[None, :]))
     o = tl.dot(q, tl.trans(state), input_precision=PRECISION)
     o *= tl.load(query_ptr + index * C + t)[:, None]
@@ -302,14 +334,17 @@ def _gpu(device: int) -> dict[str, int]:
 
 
 def prepare_chunks(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, v: Tensor, saved: Saved, chunks: Chunks
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor | None, v: Tensor, saved: Saved, chunks: Chunks
 ) -> None:
-    """Fills ``saved.inverse`` and all factors but those of q."""
-    factors, num_chunks, heads = saved.factors, len(saved.inverse), v.shape[1]
+    """Fills ``saved.inverse`` and all factors but, for a delta rule, those of q."""
+    factors, num_chunks, heads = saved.factors, saved.num_chunks, v.shape[1]
     block = min(32, triton.next_power_of_2(heads))
     _gates_kernel[(num_chunks, triton.cdiv(heads, block))](
-        g, beta, factors.total, factors.beta, chunks.start, G=heads, BLOCK_G=block, C=CHUNK
-    )
+        g, beta, factors.total, factors.beta, factors.write, factors.query, chunks.start,
+        G=heads, BLOCK_G=block, C=CHUNK, DELTA=saved.has_delta,
+    )  # fmt: skip
+    if not saved.has_delta:
+        return
     _inverse_kernel[(num_chunks * heads,)](
         k, factors.total, factors.beta, saved.inverse, factors.read, factors.write, factors.length,
         chunks.start, **sizes(q, v), PRECISION=precision(q),
@@ -322,10 +357,11 @@ def make_scores(q: Tensor, k: Tensor, v: Tensor, saved: Saved, chunks: Chunks, l
 
     leave: also fill the factors of q.
     """
-    scores, factors = torch.empty_like(saved.inverse), saved.factors
+    scores, factors = q.new_empty(saved.num_chunks, v.shape[1], CHUNK, CHUNK), saved.factors
     _scores_kernel[(len(scores) * v.shape[1],)](
         q, k, factors.total, factors.length, scores, factors.query, factors.q_length, chunks.start,
         q.shape[2] ** -0.5, **sizes(q, v), PRECISION=precision(q), LEAVE=leave,
+        DELTA=saved.has_delta,
     )  # fmt: skip
     return scores
 
@@ -346,7 +382,7 @@ def make_states(
             k, v, saved.inverse, factors.read, factors.write, factors.total, state, new, saved.slots,
             chains.first, chains.end, chains.source, chains.slot, chunks.start, first,
             **sizes(k, v), BLOCK_V=block, LEAVE=leave, PRECISION=precision(k), STAGES=stages(k, programs),
-            RAW=k.is_cuda,
+            RAW=k.is_cuda, DELTA=saved.has_delta,
         )  # fmt: skip
 
     return run
@@ -359,5 +395,6 @@ def outputs(
     state, new = empty_states(saved)
     run_rounds(make_states(k, v, state, new, saved, chunks, chains, leave=True), chains)
     _output_kernel[(len(state) * v.shape[1],)](
-        q, state, new, scores, saved.factors.query, o, chunks.start, **sizes(q, v), PRECISION=precision(q)
-    )
+        q, state, new if saved.has_delta else v, scores, saved.factors.query, o, chunks.start,
+        **sizes(q, v), PRECISION=precision(q), DELTA=saved.has_delta,
+    )  # fmt: skip

@@ -1,6 +1,7 @@
-"""The order of launches of the gated delta rule, shared by backends "triton" and "hopper".
+"""The order of launches of a recurrence, shared by backends "triton" and "hopper".
 
 Both prepare chunks with the same Triton kernels. They differ in four functions, ``Passes``.
+Without the delta rule, n is v and X is dv, so no kernel writes them.
 
 A round (``tree/chunks.py``) is all chains that can run at once. The forward pass runs rounds in order: a
 chain starts from a slot that an earlier round filled. The backward pass runs them in reverse.
@@ -37,7 +38,7 @@ class Passes(NamedTuple):
 
 
 def forward(
-    passes: Passes, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor | None,
+    passes: Passes, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, states: Tensor | None,
     chunks: Chunks, chains: Chains,
 ) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
     """Runs ``RecurrenceBackend.forward`` with the kernels of ``passes``.
@@ -45,7 +46,8 @@ def forward(
     Raises:
         UserError: the number of states is not the one that the layout expects.
     """
-    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
+    q, k, v, g = (x.contiguous() for x in (q, k, v, g))
+    beta = None if beta is None else beta.contiguous()
     expected, num_rows = int(chains.rounds[0, 1]), 0 if states is None else len(states)
     if num_rows != expected:
         raise UserError(f"recurrence: the layout expected {expected} states from a gateway, got {num_rows}")
@@ -64,14 +66,15 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def backward(
-    passes: Passes, do: Tensor, dexported: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-    states: Tensor | None, saved: Saved, chunks: Chunks, chains: Chains,
+    passes: Passes, do: Tensor, dexported: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor,
+    beta: Tensor | None, states: Tensor | None, saved: Saved, chunks: Chunks, chains: Chains,
 ) -> list[Tensor]:  # fmt: skip
     """Runs ``RecurrenceBackend.backward`` with the kernels of ``passes``."""
-    do, q, k, v, g, beta = (x.contiguous() for x in (do, q, k, v, g, beta))
+    do, q, k, v, g = (x.contiguous() for x in (do, q, k, v, g))
     (n, heads_k, width_k), (_, heads, width), rounds = k.shape, v.shape, chains.rounds.tolist()
     dq, dk = (q.new_empty(n, heads, width_k) for _ in range(2))
-    dv, dg, dbeta = (torch.empty_like(like) for like in (v, g, beta))
+    dv, dg = torch.empty_like(v), torch.empty_like(g)
+    dbeta = None if beta is None else torch.empty_like(beta, memory_format=torch.contiguous_format)
     state, new = empty_states(saved)
     recompute = passes.states(k, v, state, new, saved, chunks, chains)
 
@@ -87,6 +90,8 @@ def backward(
     scores = make_scores(q, k, v, saved, chunks, leave=False)
 
     dstate, x = empty_states(saved)
+    if beta is None:
+        new, x = v, dv
     slot_gradient, num_chains = torch.empty_like(saved.slots), len(chains.first)
     start_gradient = saved.slots.new_empty(num_chains + len(dexported), heads, width, width_k)
     start_gradient[num_chains:] = dexported.mT
@@ -104,7 +109,7 @@ def backward(
     passes.input_gradients(q, k, v, do, state, dstate, new, x, (dq, dk, dv, dg, dbeta), saved, chunks)
     if heads > heads_k:  # torch sums 16-bit numbers in fp32
         dq, dk = (y.view(n, heads_k, -1, width_k).sum(2) for y in (dq, dk))
-    gradients = [dq, dk, dv, dg, dbeta]
+    gradients = [y for y in (dq, dk, dv, dg, dbeta) if y is not None]
     if states is not None:
         gradients.append(slot_gradient[:num_rows].mT.contiguous().to(states.dtype))
     return gradients
