@@ -406,7 +406,13 @@ def test_without_transformers_the_reference_is_our_model_path_by_path(tmp_path, 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("gemma2", "gpt_oss", "deepseek_v3", "kimi_linear", "lfm2", "nemotron_h", "olmo_hybrid"),
+        *("qwen3_next", "qwen3_5_text"),
+    ],
+)
 def test_snapshots_pass_with_layers_of_either_library(family, dtype, tmp_path):
     hf_family(family).save_pretrained(tmp_path / "hf")
     snapshot = {"model__flavor": "null", "model__overrides": "{}", "model__hf_path": tmp_path / "hf"}

@@ -40,6 +40,7 @@ def run(model: InPlaceModel, max_tokens: int | None) -> torch.Tensor:
         ("deepseek_v3", False),
         ("gemma2", True),
         ("granite", False),
+        pytest.param("nemotron_h", True, marks=pytest.mark.slow),
     ],
 )
 def test_trees_equal_paths_and_the_model_stays_usable(name: str, is_checkpointed: bool) -> None:

@@ -33,6 +33,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_moe with a dense layer": {"mlp_only_layers": [0]},
     # The norm of Gated DeltaNet magnifies rounding where outputs cancel.
     **{name: {"rms_norm_eps": 1e-3} for name in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")},
+    "olmo_hybrid": {"rms_norm_eps": 1e-3},
 }
 NATIVE = ("llama", "qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 CASES = [*FAMILIES, "gemma4_text with experts", "qwen3_moe with a dense layer"]

@@ -48,6 +48,8 @@ def random_paths() -> list[list[int]]:
 PATHS = random_paths()
 # Parameters of Gated DeltaNet whose gradients both implementations compute with errors of up to 2e-5 in fp32.
 DECAYS = ("A_log", "dt_bias")
+BIASED = {"deepseek_v3", "glm4_moe", "glm4_moe_lite", "nemotron_h"}  # biases of routers stay in fp32
+SLOW = {"granitemoehybrid", "lfm2_moe", "olmo_hybrid"}  # other families have the same parts
 
 
 def oracle(model: PreTrainedModel) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
@@ -61,7 +63,7 @@ def oracle(model: PreTrainedModel) -> tuple[list[Tensor], Tensor, dict[str, Tens
     return [each.detach() for each in logprobs], loss.detach(), gradients
 
 
-@pytest.mark.parametrize("name", slow_except(SUPPORTED - {"lfm2_moe", "olmo_hybrid"}, sorted(SUPPORTED)))
+@pytest.mark.parametrize("name", slow_except(SUPPORTED - SLOW, sorted(SUPPORTED)))
 def test_trees_equal_paths_through_the_unmodified_model(name: str) -> None:
     hf = hf_family(name)
     logprobs, loss, gradients = oracle(hf)
@@ -88,7 +90,11 @@ def tree_logprobs_of(model: TransformersModel, max_tokens: int | None) -> list[T
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt_oss", "deepseek_v3", "gemma3_text", "lfm2", "llama", "qwen3_5_text", "qwen3_next"]
+    "name",
+    [
+        *("gpt_oss", "deepseek_v3", "gemma3_text", "lfm2", "llama", "qwen3_5_text", "qwen3_next"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("kimi_linear", "nemotron_h")),
+    ],
 )
 def test_branches_do_not_leak(name: str) -> None:
     """Other tokens in one branch do not change its siblings."""
@@ -105,7 +111,13 @@ def test_branches_do_not_leak(name: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "name",
+    slow_except(
+        ("llama", "gpt_oss", "deepseek_v3", "qwen3_5_text"),
+        ["llama", "gpt_oss", "deepseek_v3", "nemotron_h", "qwen3_5_text"],
+    ),
+)
 def test_checkpointed_layers_give_the_same_gradients(name: str, policy: Any) -> None:
     trees = [[TokenTree.from_paths([TokenPath(path) for path in PATHS])]]
     gradients = []
@@ -121,11 +133,20 @@ def test_checkpointed_layers_give_the_same_gradients(name: str, policy: Any) -> 
 
 @pytest.mark.usefixtures("without_codegen")
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
-def test_compiled_layers_share_their_graphs(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("kimi_linear", {"mlp_layer_types": ["dense", "dense"]}),  # the loop over experts does not compile
+        ("lfm2", {}),
+        ("llama", {}),
+        ("nemotron_h", {"layer_types": ["linear_attention", "mlp", "full_attention"]}),
+        ("qwen3_5_text", {}),
+    ],
+)
+def test_compiled_layers_share_their_graphs(name: str, changes: dict[str, Any]) -> None:
     torch._dynamo.reset()
     trees = [[TokenTree.from_paths([TokenPath(path) for path in PATHS])]]
-    eager, compiled = (TransformersModel(hf_family(name)) for _ in range(2))
+    eager, compiled = (TransformersModel(hf_family(name, **changes)) for _ in range(2))
     parallelize(compiled, OneRank(), dtype=torch.float32, compile=True)
     graphs = []
     for max_tokens in (None, 12, 9, 14):
@@ -184,7 +205,11 @@ def test_wrong_configs_are_refused(name: str, changes: dict[str, Any], message: 
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "gpt_oss", "deepseek_v3", "qwen3_moe", "gemma3_text", "qwen3_next"]
+    "name",
+    [
+        *("llama", "gpt_oss", "deepseek_v3", "qwen3_moe", "gemma3_text", "qwen3_next"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("kimi_linear", "lfm2", "nemotron_h")),
+    ],
 )
 def test_snapshots_go_in_and_out(name: str, tmp_path: Path) -> None:
     hf = hf_family(name)
@@ -232,6 +257,21 @@ def test_fields_that_an_architecture_ignores_change_nothing() -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [
+        ("granitemoehybrid", {"time_step_limit": (0.2, 1.0)}),
+        pytest.param("nemotron_h", {"time_step_min": 0.2}, marks=pytest.mark.slow),
+    ],
+)
+def test_time_steps_stay_within_their_limits(name: str, limits: dict[str, Any]) -> None:
+    hf = hf_family(name, **limits)
+    want, other = (hf_logprobs(model, PATHS[0]).detach() for model in (hf, hf_family(name)))
+    assert (want - other).abs().max() > 1e-2
+    got = tree_logprobs(TransformersModel(hf), [PATHS[0]])[0]
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_layers_that_only_mask_their_window_are_refused() -> None:
     window = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 6}
     with pytest.raises(UserError, match="layer 0 has a sliding window of 6 tokens, but asks its"):
@@ -273,7 +313,9 @@ def test_the_attention_function_answers_other_calls_like_sdpa() -> None:
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "nemotron_h", "qwen3_next"]
+)
 def test_training_in_bfloat16_keeps_in_fp32_what_transformers_keeps(name: str, tmp_path: Path) -> None:
     """In the forward pass, weights and constants have the dtypes that transformers loads them in."""
     hf_family(name).save_pretrained(tmp_path)
@@ -289,7 +331,7 @@ def test_training_in_bfloat16_keeps_in_fp32_what_transformers_keeps(name: str, t
             assert got[key].dtype == value.dtype, key
             torch.testing.assert_close(got[key], value, rtol=0, atol=0)
     kept = {key.rpartition(".")[2] for key, value in want.items() if value.dtype == torch.float32}
-    assert kept == ({"e_score_correction_bias"} if "v3" in name or "glm" in name else set())
+    assert kept == ({"e_score_correction_bias"} if name in BIASED else set())
 
 
 @pytest.mark.parametrize("name", sorted(SUPPORTED))

@@ -56,10 +56,12 @@ def native(name: str, **sizes: Any) -> Decoder:
 
 def layers_of_transformers(name: str, **sizes: Any) -> TransformersModel:
     """Returns a small model of transformers."""
-    hf = hf_family(name, **sizes)
+    model = TransformersModel(hf_family(name, **sizes))
     with torch.no_grad():
-        hf.base_model.norm.weight.add_(40.0 if name == "cohere2" else 4.0)  # sharp distributions
-    return TransformersModel(hf)
+        model.last_norm.get_parameter("weight").add_(
+            40.0 if name == "cohere2" else 4.0
+        )  # sharp distributions
+    return model
 
 
 def small(name: str, **sizes: Any) -> TreeModel:

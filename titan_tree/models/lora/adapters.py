@@ -21,7 +21,9 @@ from titan_tree.models.weights import CHECKPOINTED, ElementDraws, WeightShards, 
 
 ROUTERS = ("gate", "shared_expert_gate")  # linears that choose or weigh experts
 EXPERTS = ("gate_up_proj", "down_proj")  # weights of routed experts
-DECAYS = ("in_proj_a", "in_proj_b", "in_proj_ba")  # gates of Gated DeltaNet, which 4 bits would blur
+# Gates of Gated DeltaNet and KDA, which 4 bits would blur.
+DECAYS = ("in_proj_a", "in_proj_b", "in_proj_ba", "a_proj", "b_proj", "f_a_proj", "f_b_proj")
+NOT_IN_PEFT = {"transformers/nemotron_h": ("out_proj",)}  # linears that PEFT adapts in no model of a family
 
 
 def add_lora(model: TreeModel, lora: LoRA, dtype: torch.dtype | None = None) -> None:
@@ -51,10 +53,11 @@ def add_lora(model: TreeModel, lora: LoRA, dtype: torch.dtype | None = None) -> 
 def adaptable(model: nn.Module) -> list[str]:
     """Returns the names that LoRA can target: of linears of the layers, and of weights of routed experts."""
     names = []
+    excluded = (*ROUTERS, *NOT_IN_PEFT.get(getattr(model, "family", ""), ()))
     for path, module in model.named_modules():
         path = path.replace(CHECKPOINTED, "")
         if path.startswith("layers.") and isinstance(module, nn.Linear):
-            names += [path] if path.rpartition(".")[2] not in ROUTERS else []
+            names += [path] if path.rpartition(".")[2] not in excluded else []
         elif isinstance(module, Experts) or is_fused(module):
             names += [f"{path}.{weight}" for weight in EXPERTS]
     return names

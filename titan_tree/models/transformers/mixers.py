@@ -5,6 +5,8 @@ transformers, both know sequences only. ``on_trees`` gives a mixer another forwa
 projections, weights and norms, and computes convolution and recurrence along each path:
 
     Gated DeltaNet     Qwen3.5, Qwen3-Next, OLMo-Hybrid (arXiv:2412.06464)
+    KDA                Kimi-Linear (arXiv:2510.26692)
+    Mamba-2            Granite-4-H, Nemotron-H (arXiv:2405.21060)
     short convolution  LFM2 (arXiv:2511.23404)
 
 N tokens, d hidden size, C channels of the convolution and W its width, H key heads, G value heads, K and V
@@ -21,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_tree.components.recurrence import TreeGDN, tree_causal_conv1d
+from titan_tree.components.recurrence import TreeGDN, TreeKDA, TreeSSD, tree_causal_conv1d
 from titan_tree.models.layers import at_least_fp32
 from titan_tree.models.transformers.attention_function import PartitionCache, TreeInputs
 from titan_tree.models.tree_model import CachedRows
@@ -53,7 +55,7 @@ def recurrent_mixer(layer: nn.Module) -> Any:
 
 
 def kind_of(mixer: nn.Module) -> Kind:
-    return GATED_DELTA_NET if hasattr(mixer, "A_log") else SHORT_CONVOLUTION
+    return next((KINDS[name] for name in KINDS if hasattr(mixer, name)), SHORT_CONVOLUTION)
 
 
 def on_trees(mixer: Any) -> None:
@@ -103,10 +105,10 @@ def _convolve(
     """Returns the convolution of x [N, C], and in a partition its exports."""
     conv = _convolution(mixer)
     assert conv is not None
-    weight = conv.weight[:, 0].to(x.dtype)  # they differ under autocast
-    tails, index = rows[-1] if rows else None, tree.layout.conv_index
+    weight, index = conv.weight[:, 0], tree.layout.conv_index
+    tails = rows[-1].to(x.dtype) if rows else None  # they differ under autocast
     y, exports = tree_causal_conv1d(x, weight, tree.layout, tails, index, conv.bias, silu)
-    return y, [] if exports is None else [exports]
+    return y, [] if exports is None else [exports.to(rows[-1].dtype)]
 
 
 def _recur(tree: TreeInputs, rows: Rows, *inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -145,16 +147,51 @@ def _project_gated_delta_net(mixer: Any, x: Tensor) -> tuple[Tensor, Tensor, Ten
     return torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], -1), gate, b, a
 
 
+def _run_kda(mixer: Any, x: Tensor, tree: TreeInputs, rows: Rows) -> tuple[Tensor, Rows]:
+    qkv = torch.cat([mixer.q_proj(x), mixer.k_proj(x), mixer.v_proj(x)], -1)
+    qkv, tails = _convolve(mixer, qkv, tree, rows)
+    heads = mixer.num_heads, mixer.head_dim
+    q, k, v = (part.unflatten(-1, heads) for part in qkv.chunk(3, -1))
+    g, beta = mixer.forget_gate(x[None])[0], mixer.b_proj(x).sigmoid()
+    out, states = _recur(tree, rows, q, k, v, g, beta)
+    gate = mixer.g_b_proj(mixer.g_a_proj(x)).unflatten(-1, heads)
+    return mixer.o_proj(mixer.o_norm(out, gate).flatten(1)), [*states, *tails]
+
+
+def _run_mamba2(mixer: Any, x: Tensor, tree: TreeInputs, rows: Rows) -> tuple[Tensor, Rows]:
+    size, groups = mixer.intermediate_size, mixer.n_groups * mixer.ssm_state_size
+    gate, mixed, dt = mixer.in_proj(x).split([size, size + 2 * groups, mixer.num_heads], -1)
+    mixed, tails = _convolve(mixer, mixed, tree, rows)
+    value, b, c = mixed.split([size, groups, groups], -1)
+    b, c = (part.unflatten(-1, (mixer.n_groups, -1)) for part in (b, c))
+    value, wide = value.unflatten(-1, (mixer.num_heads, -1)), at_least_fp32(x)
+    dt = F.softplus(dt.to(wide) + mixer.dt_bias.to(wide)).clamp(*mixer.time_step_limit)
+    g = -mixer.A_log.to(wide).exp() * dt
+    out, states = _recur(tree, rows, c, b, (dt[..., None] * value).to(x.dtype), g)
+    out = out.to(wide) + mixer.D.to(wide)[:, None] * value
+    return mixer.out_proj(mixer.norm(out.flatten(1), gate).to(x.dtype)), [*states, *tails]
+
+
 def _run_short_convolution(mixer: Any, x: Tensor, tree: TreeInputs, rows: Rows) -> tuple[Tensor, Rows]:
     gate_in, gate_out, value = mixer.in_proj(x).chunk(3, -1)
     y, tails = _convolve(mixer, gate_in * value, tree, rows, silu=False)
     return mixer.out_proj(gate_out * y), tails
 
 
-GATED_DELTA_NET = Kind(
-    _run_gated_delta_net,
-    lambda mixer: (mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim),
-    TreeGDN,
-    18,  # a key and a query read a state, and one update writes it, as in ``GatedDeltaNet.flops``
-)
 SHORT_CONVOLUTION = Kind(_run_short_convolution)
+# Other kinds, by an attribute that only their mixers have. With the delta rule, a key and a query read a
+# state and one update writes it, as in ``GatedDeltaNet.flops``. Without it, no key reads.
+KINDS = {
+    "forget_gate": Kind(
+        _run_kda, lambda mixer: (mixer.num_heads, mixer.head_dim, mixer.head_dim), TreeKDA, 18
+    ),
+    "D": Kind(
+        _run_mamba2, lambda mixer: (mixer.num_heads, mixer.ssm_state_size, mixer.head_dim), TreeSSD, 12
+    ),
+    "A_log": Kind(
+        _run_gated_delta_net,
+        lambda mixer: (mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim),
+        TreeGDN,
+        18,
+    ),
+}

@@ -27,7 +27,9 @@ SUPPORTED = frozenset(
         "glm4_moe_lite",
         "gpt_oss",
         "granite",
+        "granitemoehybrid",
         "hunyuan_v1_dense",
+        "kimi_linear",
         "lfm2",
         "lfm2_moe",
         "llama",
@@ -35,6 +37,7 @@ SUPPORTED = frozenset(
         "ministral3",
         "mistral",
         "mixtral",
+        "nemotron_h",
         "olmo2",
         "olmo3",
         "olmo_hybrid",
@@ -63,32 +66,34 @@ REASONS = {
     "falcon_h1": STATE_SPACE,
     "falcon_mamba": STATE_SPACE,
     "glm_moe_dsa": INDEXER,
-    "granitemoehybrid": STATE_SPACE,
     "jamba": STATE_SPACE,
-    "kimi_linear": STATE_SPACE,
     "llama4_text": CHUNKS,
     "mamba": STATE_SPACE,
     "mamba2": STATE_SPACE,
     "mpt": ALIBI,
-    "nemotron_h": STATE_SPACE,
     "recurrent_gemma": STATE_SPACE,
     "rwkv": STATE_SPACE,
     "zamba": STATE_SPACE,
     "zamba2": STATE_SPACE,
 }
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Architectures with recurrent layers (mixers.py): the types of these layers, and the option that names the
-# activation of their convolutions, if they have one.
-RECURRENT = {
-    "lfm2": ("conv", None),
-    "lfm2_moe": ("conv", None),
-    "olmo_hybrid": ("linear_attention", "hidden_act"),
-    "qwen3_5_moe_text": ("linear_attention", "hidden_act"),
-    "qwen3_5_text": ("linear_attention", "hidden_act"),
-    "qwen3_next": ("linear_attention", "hidden_act"),
+# Architectures with recurrent layers (mixers.py): the types of layers that they may also have, and the option
+# that names the activation of their convolutions; None: these have none.
+LINEAR = {"linear_attention"}
+RECURRENT: dict[str, tuple[set[str], str | None]] = {
+    "granitemoehybrid": (LINEAR, "hidden_act"),
+    "kimi_linear": (LINEAR, "hidden_act"),
+    "lfm2": ({"conv"}, None),
+    "lfm2_moe": ({"conv"}, None),
+    "nemotron_h": (LINEAR | {"mlp", "moe"}, "mamba_hidden_act"),
+    "olmo_hybrid": (LINEAR, "hidden_act"),
+    "qwen3_5_moe_text": (LINEAR, "hidden_act"),
+    "qwen3_5_text": (LINEAR, "hidden_act"),
+    "qwen3_next": (LINEAR, "hidden_act"),
 }
 RANDOM = ("dropout", "pdrop", "jitter")  # parts of the names of options that draw random numbers
 # How logits follow from hidden states and the output projection. Other architectures ignore these fields.
+LOGIT_DIVISOR = {"granite", "granitemoehybrid"}
 LOGIT_CAP = {"gemma2", "gemma3_text", "gemma4_text"}
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # frequencies depend on the longest position
 
@@ -109,8 +114,8 @@ def check_supported(config: PreTrainedConfig, where: str, quantization: Collecti
             f"{where}: model_type: {name} has not been tested on trees; expected one of "
             f"{', '.join(sorted(SUPPORTED))}"
         )
-    kind, activation = RECURRENT.get(name, (None, None))
-    expected = LAYER_TYPES | ({kind} if kind else set())
+    types, activation = RECURRENT.get(name, (set(), None))
+    expected = LAYER_TYPES | types
     if others := set(getattr(config, "layer_types", None) or ()) - expected:
         raise UserError(
             f"{where}: layer_types: only {' and '.join(sorted(expected))} can run on trees, got "
@@ -150,7 +155,7 @@ def check_supported(config: PreTrainedConfig, where: str, quantization: Collecti
 def logit_scale(config: PreTrainedConfig) -> float:
     if config.model_type == "cohere2":
         return config.logit_scale
-    return 1 / config.logits_scaling if config.model_type == "granite" else 1.0
+    return 1 / config.logits_scaling if config.model_type in LOGIT_DIVISOR else 1.0
 
 
 def logit_cap(config: PreTrainedConfig) -> float | None:

@@ -29,7 +29,7 @@ from titan_tree.models.tree_model import LayersOutput, TreeModel, matrix_flops
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
 
-LAST_NORMS = "norm", "embedding_norm"  # names of the norm after the last layer
+LAST_NORMS = "norm", "embedding_norm", "norm_f"  # names of the norm after the last layer
 
 
 @dataclass(frozen=True, kw_only=True)
