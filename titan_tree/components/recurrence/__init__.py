@@ -113,7 +113,7 @@ class TreeGDN(TreeRecurrence):
             k: [N, H, K]. It is normalized here.
             v: [N, G, V] with G a multiple of H: value head i uses key head i // (G / H).
             g: [N, G] fp32, the natural logarithm of each token's decay: 0 or less.
-            beta: [N, G], in 0 .. 1.
+            beta: [N, G], in 0 .. 2.
             layout: layout of N tokens, with chunks and chains.
             states: [R, G, K, V] fp32, the states that ``layout.predecessor`` names; None: no partition.
 
