@@ -295,6 +295,20 @@ def test_published_templates_treat_thoughts_as_the_page_on_templates_says():
         TreeTokenizer.byte_level(published_template("deepseek_r1_distill")).samples(messages)
 
 
+@pytest.mark.slow
+def test_reasoning_effort_is_a_variable_of_the_published_template():
+    tokenizer = TreeTokenizer.byte_level(published_template("qwen3_8"))
+    messages = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "B"}]
+    texts = {
+        effort: tokenizer.decode(tokenizer.samples(messages, reasoning_effort=effort)[0].tokens)
+        for effort in ("xhigh", "medium", "low")
+    }
+    assert texts["xhigh"] == tokenizer.decode(tokenizer.samples(messages)[0].tokens)
+    assert len(set(texts.values())) == 3
+    with pytest.raises(UserError, match="Unexpected reasoning effort high. Supported types are xhigh"):
+        tokenizer.samples(messages, reasoning_effort="high")
+
+
 def published_template(name):
     trl = find_spec("trl")  # not imported, which takes seconds
     if trl is None or trl.origin is None:
