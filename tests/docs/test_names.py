@@ -12,8 +12,7 @@ FOLDER = re.compile(r"(?<![\w./-])(?:[\w-]+/)+(?=[\s`])")  # checked where pages
 CLASS = re.compile(r"`([A-Z]\w*[a-z]\w*)[`(.]")
 ELSEWHERE = {  # names of other projects
     *("DatasetDict", "GraceTime", "ModelSpec", "ReadWriteMany", "StatefulDataLoader"),
-    *("ray/rollout.py", "train/generators/base.py", "trainer/ppo/actor.py", "transports/batch/types.py"),
-    *("script.py", "utils/types.py"),
+    "script.py",
 }
 
 

@@ -76,12 +76,10 @@ class LossConfig(Checked, table="loss"):
     """The loss that TreeLoss computes."""
 
     name: str = setting("sft", one_of(LOSSES))  # Loss function (docs/components/losses.md).
-    # How token losses are added up. "path_mean" (sum over tokens, mean over samples) and "token_mean" (mean
-    # over tokens) weigh all counted tokens of a step alike and differ only in the scale of the gradient.
-    # "path_token_mean" gives every sample the same weight. "rollout_token_mean" gives every rollout the same
-    # weight, that is, all samples of a conversation, or of the records with one rollout_id, together.
-    # "distinct_token_mean" averages over distinct tokens: the paths that share a token divide its weight.
-    # "first_path_token_mean" is a mean over tokens in which only the first path counts a shared token.
+    # How token losses are added up (docs/concepts.md, "The loss over paths"). "path_mean" and "token_mean"
+    # weigh all counted tokens alike and differ only in the scale of the gradient. "path_token_mean" gives
+    # every sample the same weight, "rollout_token_mean" every rollout. With "distinct_token_mean" and
+    # "first_path_token_mean", a token that paths share counts once.
     reduction: Reduction = "path_mean"
     entropy: float = setting(0.0, finite)  # Coefficient of an entropy bonus.
     whiten: bool = False  # Normalize advantages over the tokens of the global batch (TreePO, REINFORCE++).

@@ -98,14 +98,12 @@ class ParallelConfig(Checked, table="parallel"):
     # Number of replicas (HSDP). Each holds all weights, sharded over its ranks. If machines are connected by
     # slow links, one replica per machine needs less communication between them.
     replicate: int = setting(1, at_least(1))
-    # Number of adjacent ranks that train on the same trees and share their tokens: for trees that are too
-    # large for one GPU, and for steps with fewer trees than GPUs. It must divide the number of attention
-    # heads. These ranks exchange tokens in every layer, so they should be on the same machine. torchtitan's
-    # name, context_parallel, is accepted, too.
+    # Number of adjacent ranks that share the tokens of the same trees: for trees that are too large for one
+    # GPU, and for steps with fewer trees than GPUs (docs/parallelism.md). torchtitan's name,
+    # context_parallel, is accepted, too.
     sequence_parallel: int = setting(1, at_least(1))
-    # Number of adjacent ranks that shard the experts of a layer. It must divide the number of ranks and of
-    # experts. Tokens are sent to the ranks of their experts. The number of ranks divided by expert_parallel
-    # is the number of ranks over which FSDP2 shards each expert.
+    # Number of adjacent ranks that shard the experts of a layer, to which tokens are sent. It must divide the
+    # number of ranks and of experts (docs/parallelism.md).
     expert_parallel: int = setting(1, at_least(1))
     # Distribute the trees of each step so that all ranks finish at about the same time, and divide the paths
     # of trees that others would wait for. false: a rank trains on the groups that it reads, or trees are
