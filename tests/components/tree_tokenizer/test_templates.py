@@ -305,7 +305,7 @@ def test_reasoning_effort_is_a_variable_of_the_published_template():
     }
     assert texts["xhigh"] == tokenizer.decode(tokenizer.samples(messages)[0].tokens)
     assert len(set(texts.values())) == 3
-    with pytest.raises(UserError, match="Unexpected reasoning effort high. Supported types are xhigh"):
+    with pytest.raises(UserError, match=r"Unexpected reasoning effort high\. Supported types are xhigh"):
         tokenizer.samples(messages, reasoning_effort="high")
 
 
