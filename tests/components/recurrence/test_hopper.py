@@ -1,11 +1,15 @@
 """The Gluon kernels of the gated delta rule: emulated on a CPU to test their logic, and run on a GPU."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
 
+from tests.support.cases import exhaustive
 from tests.support.forests import (
     RecurrenceForest,
+    arguments,
     assert_relative,
     exact_rule,
     forest,
@@ -34,17 +38,20 @@ CASES = {
         [19, 40, 72, 72], 4, 16, 1, 2, 64, 64,
     ),
 }  # fmt: skip
+OTHERS = [(name, "ssd") for name in CASES if name != "star"]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles if there is a GPU")
-@pytest.mark.parametrize("name", CASES)
-def test_emulated_kernels_equal_recurrence(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "rule"), [*exhaustive(OTHERS, [*product(CASES, ["gdn"]), ("star", "ssd"), *OTHERS])]
+)
+def test_emulated_kernels_equal_recurrence(name, rule, monkeypatch):
     """The inputs are fp16, whose rounding errors are smaller than bf16's and so hide less.
 
     They are not hard: see ``recurrence_case``.
     """
-    case = recurrence_case(CASES[name], torch.float16, hard=False)
+    case = recurrence_case(CASES[name], torch.float16, hard=False, rule=rule)
     for module, kernel in KERNELS:
         monkeypatch.setattr(module, kernel, EmulatedKernel(getattr(module, kernel)))
     monkeypatch.setattr(inputs_pass, "num_multiprocessors", lambda device: 3)
@@ -57,11 +64,12 @@ def test_emulated_kernels_equal_recurrence(name, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rule", ["gdn", "ssd"])
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_equal_recurrence_on_a_gpu(name):
+def test_kernels_equal_recurrence_on_a_gpu(name, rule):
     """The inputs are those of the emulated kernels, in bf16."""
-    case = recurrence_case(CASES[name], torch.bfloat16, "cuda", hard=False)
-    assert hopper.refusal(*case.inputs[:5]) is None
+    case = recurrence_case(CASES[name], torch.bfloat16, "cuda", hard=False, rule=rule)
+    assert hopper.refusal(*arguments(case, case.inputs)[:5]) is None
     got = run_rule(case, "hopper")
     assert_relative(got, exact_rule(case), 3e-2)
     for _ in range(10):

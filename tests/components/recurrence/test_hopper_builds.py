@@ -22,15 +22,16 @@ SOURCES = (
 
 
 def compile_kernels(dim: int) -> None:
-    """Launches every Gluon kernel of the forward and backward passes, for head dims K = V = dim."""
-    compile_launches("K", "V", "FORWARD")
+    """Launches every Gluon kernel of both passes: with K = V = dim, and for SSD with K = dim and V = 64."""
+    compile_launches("K", "V", "FORWARD", "DELTA")
     inputs_pass.num_multiprocessors = lambda device: 132
     chunks = make_chunks(forest([-1], [200]), np.empty(0, np.int64))
     chains = make_chains(chunks)
     q, k, v = (torch.zeros(200, 4, dim, dtype=torch.bfloat16) for _ in range(3))
     g, beta = torch.zeros(200, 4), torch.zeros(200, 4, dtype=torch.bfloat16)
-    _, exported, saved = hopper.forward(q, k, v, g, beta, None, chunks, chains)
-    hopper.backward(v, exported, q, k, v, g, beta, None, saved, chunks, chains)
+    for values, gate in ((v, beta), (v[..., :64].contiguous(), None)):
+        _, exported, saved = hopper.forward(q, k, values, g, gate, None, chunks, chains)
+        hopper.backward(values, exported, q, k, values, g, gate, None, saved, chunks, chains)
 
 
 @pytest.mark.slow
@@ -38,12 +39,11 @@ def compile_kernels(dim: int) -> None:
 def test_kernels_compile_for_hopper(dim):
     """Shared memory suffices, ptxas does not serialize products, and (nearly) no registers spill."""
     results = compiled_by(__name__, SOURCES, dim)
-    assert {(result["kernel"], result["forward"]) for result in results} == {
-        ("_chain_kernel", True),
-        ("_chain_kernel", False),
-        ("_gradient_kernel", None),
-        ("_inputs_kernel", None),
-    }
+    kernels = {("_chain_kernel", True), ("_chain_kernel", False)}
+    kernels |= {("_gradient_kernel", None), ("_inputs_kernel", None)}
+    for delta in (True, False):
+        compiled = [result for result in results if result["delta"] == delta]
+        assert {(result["kernel"], result["forward"]) for result in compiled} == kernels
     for result in results:
         assert result["shared"] <= SHARED_MEMORY, result
         assert not result["warnings"], result

@@ -1,4 +1,4 @@
-"""Backend "hopper": the gated delta rule for Hopper GPUs, with its most expensive kernels in Gluon.
+"""Backend "hopper": Gated DeltaNet and Mamba-2's SSD on Hopper GPUs, with the costliest kernels in Gluon.
 
 The Gluon kernels use TMA, asynchronous tensor core products and specialized warps. ``passes.py`` runs along
 chains and back, on chunks that ``tiles.py`` fetches. ``inputs.py`` computes the gradients of q, k, v, g and
@@ -33,10 +33,8 @@ def is_automatic(device: torch.device) -> bool:
 
 def refusal(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> str | None:
     """See ``RecurrenceBackend.refusal``."""
-    if beta is None or g.ndim == 3:
-        return (
-            "expected g [N, G] and beta, because its kernels compute the gated delta rule alone; use 'triton'"
-        )
+    if g.ndim == 3:
+        return "expected g [N, G], got a decay per channel of the keys; use 'triton'"
     is_bf16 = q.dtype == k.dtype == v.dtype == torch.bfloat16
     if is_hopper(q.device) and is_bf16 and {q.shape[-1], v.shape[-1]} <= {64, 128}:
         return None

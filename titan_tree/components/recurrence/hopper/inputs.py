@@ -9,7 +9,8 @@ The gradient of a chunk's decay contains <S', dS'> = exp(G_last) <S, dS'> + sum 
 state of another chunk.
 
 TMA always fetches 64 tokens from a chunk's start, so a short chunk also gets tokens of other chunks. They
-contribute nothing, because n, X and 1 / |q| are zero there.
+contribute nothing, because n, X and 1 / |q| are zero there. Without the delta rule, n is v and no |q| exists:
+the kernel masks these tokens. The serial pass has computed dv already.
 
 The kernel is long because five gradients share nearly all of their inputs, and each group interleaves
 products and waits by hand.
@@ -56,11 +57,11 @@ class Memory(NamedTuple):
 
     q: Ring  # [C, K]
     k: Ring  # [C, K]
-    v: Ring  # [C, V]
+    v: Ring  # [C, V]; without the delta rule, it takes the place of ``new``
     do: Ring  # [C, V]
     state: Ring  # [V, K]: S^T
     dstate: Ring  # [V, K]: dS'^T
-    new: Ring  # [V, C]: n^T
+    new: Ring  # [V, C]: n^T; this and x are None without the delta rule
     x: Ring  # [V, C]: X^T
     factors: Ring  # [3, C] fp32: total, 1 / |k|, 1 / |q|
     sums: Ring  # [2, C] fp32, from the first group to the second: its part of dG, and row sums of v * dv
@@ -90,6 +91,7 @@ def _fetch(descriptor, row, column, ring, n):
 def _producer(
     q_rows, k_rows, v_rows, do_rows, state_rows, dstate_rows, new_rows, x_rows, number_row, plane, start_ptr,
     memory, n_items, GROUP: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    DELTA: gl.constexpr,
 ):  # fmt: skip
     """Fetches the tiles of each item, in the order in which the consumers need them."""
     for n in range(_count(n_items)):
@@ -99,19 +101,23 @@ def _producer(
         key_column = head // GROUP * K
         wait_empty(memory.factors, n, 1)
         full = memory.factors.full.index(0)
-        mbarrier.expect(full, 3 * C * 4)
+        mbarrier.expect(full, (1 + 2 * DELTA) * C * 4)
         factors = memory.factors.slots
         tma.async_copy_global_to_shared(number_row, [item * C], full, factors.index(0))
-        tma.async_copy_global_to_shared(number_row, [LENGTH * plane + item * C], full, factors.index(1))
-        tma.async_copy_global_to_shared(number_row, [Q_LENGTH * plane + item * C], full, factors.index(2))
-        _fetch(new_rows, item * V, 0, memory.new, n)
+        if DELTA:
+            tma.async_copy_global_to_shared(number_row, [LENGTH * plane + item * C], full, factors.index(1))
+            tma.async_copy_global_to_shared(number_row, [Q_LENGTH * plane + item * C], full, factors.index(2))
+            _fetch(new_rows, item * V, 0, memory.new, n)
+        else:
+            _fetch(v_rows, start, head * V, memory.v, n)
         _fetch(do_rows, start, head * V, memory.do, n)
         _fetch(dstate_rows, item * V, 0, memory.dstate, n)
         _fetch(state_rows, item * V, 0, memory.state, n)
         _fetch(k_rows, start, key_column, memory.k, n)
         _fetch(q_rows, start, key_column, memory.q, n)
-        _fetch(x_rows, item * V, 0, memory.x, n)
-        _fetch(v_rows, start, head * V, memory.v, n)
+        if DELTA:
+            _fetch(x_rows, item * V, 0, memory.x, n)
+            _fetch(v_rows, start, head * V, memory.v, n)
 
 
 @gluon.jit
@@ -127,6 +133,18 @@ def _columns(memory, i: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _new_of(memory, zero, DELTA: gl.constexpr):
+    """The ring that holds n, and n^T in it."""
+    if DELTA:
+        ring = memory.new
+        new = ring.slots.index(zero)
+    else:
+        ring = memory.v
+        new = ring.slots.index(zero).permute((1, 0))
+    return ring, new
+
+
+@gluon.jit
 def _decayed(x, gained, lost, is_seen):
     """x * 2 ** (gained - lost) where ``is_seen``, else 0."""
     return gl.where(is_seen, x * gl.exp2(gl.where(is_seen, gained - lost, 0.0)), 0.0)
@@ -135,9 +153,9 @@ def _decayed(x, gained, lost, is_seen):
 @gluon.jit
 def _query_consumer(
     dq_ptr, dv_ptr, number_ptr, start_ptr, memory, n_items, scale,
-    G: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
-    """dq and dv, the row sums of v * dv, and the parts of dG that come from q, P and S."""
+    """dq and (DELTA) dv, the row sums of v * dv, and the parts of dG that come from q, P and S."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
@@ -150,13 +168,13 @@ def _query_consumer(
     for n in range(_count(n_items)):
         zero = opaque_zero(n)
         q, k, do = memory.q.slots.index(zero), memory.k.slots.index(zero), memory.do.slots.index(zero)
-        new = memory.new.slots.index(zero)
+        news, new = _new_of(memory, zero, DELTA)
         state, dstate = memory.state.slots.index(zero), memory.dstate.slots.index(zero)
         item = gl.program_id(0) + n * gl.num_programs(0)
         start, end = gl.load(start_ptr + item // G), gl.load(start_ptr + (item // G + 1))
         last = gl.load(number_ptr + (item * C + C - 1))
         wait_full(memory.factors, n, 1)
-        wait_full(memory.new, n, 1)
+        wait_full(news, n, 1)
         wait_full(memory.do, n, 1)
         none = gl.zeros([C, C], gl.float32, SCORES)
         dp = warpgroup_mma(do, new, none, use_acc=False, is_async=True)
@@ -168,18 +186,27 @@ def _query_consumer(
         qk = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
         dp, dq, qk = warpgroup_mma_wait(0, [dp, dq, qk])
         release(memory.do, n, 1)
-        release(memory.new, n, 1)
-        dp *= scale * _columns(memory, 1, SCORES)
-        dp = _decayed(dp, _rows(memory, 0, SCORES), _columns(memory, 0, SCORES), i >= j)
-        p_dp = dp * (qk * _rows(memory, 2, SCORES))
+        release(news, n, 1)
+        if DELTA:
+            dp *= scale * _columns(memory, 1, SCORES)
+            dp = _decayed(dp, _rows(memory, 0, SCORES), _columns(memory, 0, SCORES), i >= j)
+            p_dp = dp * (qk * _rows(memory, 2, SCORES))
+        else:
+            is_seen = (i >= j) & (start + i < end)
+            dp = _decayed(dp, _rows(memory, 0, SCORES), _columns(memory, 0, SCORES), is_seen)
+            p_dp = dp * qk
         memory.queries.index(0).store(gl.sum(p_dp, 1))
         memory.queries.index(1).store(gl.sum(p_dp, 0))
         dp = gl.convert_layout(dp.to(do.dtype), gl.DotOperandLayout(0, KEYS, 2))
-        q_length = memory.factors.slots.index(2).load(ROWS)
+        if DELTA:
+            q_length = memory.factors.slots.index(2).load(ROWS)
         dq *= scale * gl.exp2(_rows(memory, 0, KEYS))
         release(memory.factors, n, 1)
         queries = q.load(KEYS).to(gl.float32)
-        q_dq = gl.sum(dq * queries, 1) * q_length + memory.queries.index(0).load(ROWS)
+        if DELTA:
+            q_dq = gl.sum(dq * queries, 1) * q_length + memory.queries.index(0).load(ROWS)
+        else:
+            q_dq = gl.sum(dq * queries, 1) + memory.queries.index(0).load(ROWS)
         dq = warpgroup_mma(dp, k, dq, is_async=True)
 
         wait_full(memory.dstate, n, 1)
@@ -194,19 +221,21 @@ def _query_consumer(
         release(memory.k, n, 1)
         queries = q.load(KEYS).to(gl.float32)
         release(memory.q, n, 1)
-        dq = (dq - queries * gl.expand_dims(q_length * q_dq, 1)) * gl.expand_dims(q_length, 1)
+        if DELTA:
+            dq = (dq - queries * gl.expand_dims(q_length * q_dq, 1)) * gl.expand_dims(q_length, 1)
         memory.dq.store(dq.to(do.dtype))
         store_tokens(dq_ptr, memory.dq, start_ptr, item // G, item % G * K, G * K, K)
 
-        wait_full(memory.x, n, 1)
-        wait_full(memory.v, n, 1)
-        x = memory.x.slots.index(0).permute((1, 0)).load(VALUES)
-        v = memory.v.slots.index(0).load(VALUES)
-        release(memory.x, n, 1)
-        release(memory.v, n, 1)
-        x_v = gl.sum(x.to(gl.float32) * v.to(gl.float32), 1)
-        memory.dv.store(x)
-        store_tokens(dv_ptr, memory.dv, start_ptr, item // G, item % G * V, G * V, V)
+        if DELTA:
+            wait_full(memory.x, n, 1)
+            wait_full(memory.v, n, 1)
+            x = memory.x.slots.index(0).permute((1, 0)).load(VALUES)
+            v = memory.v.slots.index(0).load(VALUES)
+            release(memory.x, n, 1)
+            release(memory.v, n, 1)
+            x_v = gl.sum(x.to(gl.float32) * v.to(gl.float32), 1)
+            memory.dv.store(x)
+            store_tokens(dv_ptr, memory.dv, start_ptr, item // G, item % G * V, G * V, V)
 
         # The decay of S over the chunk is exp(G_last), so its gradient goes to G_last, at place C - 1. In a
         # short chunk this place has no token, but it still has a summed decay.
@@ -214,16 +243,17 @@ def _query_consumer(
         dtotal += gl.where(t == C - 1, product, 0.0)
         wait_empty(memory.sums, n, 1)
         memory.sums.slots.index(0).store(dtotal)
-        memory.sums.slots.index(1).store(x_v)
+        if DELTA:
+            memory.sums.slots.index(1).store(x_v)
         mbarrier.arrive(memory.sums.full.index(0), count=1)
 
 
 @gluon.jit
 def _key_consumer(
     dk_ptr, dg_ptr, dbeta_ptr, number_ptr, start_ptr, memory, n_items, plane, scale,
-    G: gl.constexpr, K: gl.constexpr,
+    G: gl.constexpr, K: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
-    """dk, dg and dbeta."""
+    """dk, dg and (DELTA) dbeta."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, KEYS)
@@ -234,15 +264,16 @@ def _key_consumer(
     for n in range(_count(n_items)):
         zero = opaque_zero(n)
         q, k, do = memory.q.slots.index(zero), memory.k.slots.index(zero), memory.do.slots.index(zero)
-        state, dstate = memory.state.slots.index(zero), memory.dstate.slots.index(zero)
-        new, x = memory.new.slots.index(zero), memory.x.slots.index(zero)
+        dstate = memory.dstate.slots.index(zero)
+        news, new = _new_of(memory, zero, DELTA)
         item = gl.program_id(0) + n * gl.num_programs(0)
         start, end = gl.load(start_ptr + item // G), gl.load(start_ptr + (item // G + 1))
         last = gl.load(number_ptr + (item * C + C - 1))
         is_token = start + t < end
-        beta = gl.load(number_ptr + (BETA * plane + item * C + t), mask=is_token, other=1.0)
+        if DELTA:
+            beta = gl.load(number_ptr + (BETA * plane + item * C + t), mask=is_token, other=1.0)
         wait_full(memory.factors, n, 1)
-        wait_full(memory.new, n, 1)
+        wait_full(news, n, 1)
         wait_full(memory.do, n, 1)
         none = gl.zeros([C, C], gl.float32, SCORES)
         # The part of dk where k is a column: of the chunk's last state, P and A.
@@ -250,61 +281,85 @@ def _key_consumer(
         wait_full(memory.dstate, n, 1)
         none_k = gl.zeros([C, K], gl.float32, KEYS)
         dk = warpgroup_mma(new.permute((1, 0)), dstate, none_k, use_acc=False, is_async=True)
-        wait_full(memory.x, n, 1)
-        da = warpgroup_mma(new.permute((1, 0)), x, none, use_acc=False, is_async=True)
-        wait_full(memory.k, n, 1)
-        kk = warpgroup_mma(k, k.permute((1, 0)), none, use_acc=False, is_async=True)
-        gained, lost = _columns(memory, 0, SCORES), _rows(memory, 0, SCORES)
-        dp, dk, da, kk = warpgroup_mma_wait(0, [dp, dk, da, kk])
-        release(memory.do, n, 1)
-        release(memory.dstate, n, 1)
-        dp = _decayed(dp * (scale * _columns(memory, 2, SCORES)), gained, lost, row <= column)
-        dp = gl.convert_layout(dp.to(k.dtype), OPERAND)
-        da = _decayed(-da * _columns(memory, 1, SCORES), gained, lost, row < column)
-        a_da = da * (kk * _rows(memory, 1, SCORES))
-        memory.keys.index(0).store(gl.sum(a_da, 1))
-        memory.keys.index(1).store(gl.sum(a_da, 0))
-        da = gl.convert_layout(da.to(k.dtype), OPERAND)
-        total = memory.factors.slots.index(0).load(ROWS)
-        length = memory.factors.slots.index(1).load(ROWS)
-        dk *= gl.expand_dims(gl.exp2(last - total), 1)
-        from_last = gl.sum(dk * k.load(KEYS).to(gl.float32), 1) * length
-        wait_full(memory.q, n, 1)
-        dk = warpgroup_mma(dp, q, dk, is_async=True)
-        dk, dp = warpgroup_mma_wait(0, [dk, dp])
-        release(memory.q, n, 1)
-        dk = warpgroup_mma(da, k, dk, is_async=True)
+        if DELTA:
+            state, x = memory.state.slots.index(zero), memory.x.slots.index(zero)
+            wait_full(memory.x, n, 1)
+            da = warpgroup_mma(new.permute((1, 0)), x, none, use_acc=False, is_async=True)
+            wait_full(memory.k, n, 1)
+            kk = warpgroup_mma(k, k.permute((1, 0)), none, use_acc=False, is_async=True)
+            gained, lost = _columns(memory, 0, SCORES), _rows(memory, 0, SCORES)
+            dp, dk, da, kk = warpgroup_mma_wait(0, [dp, dk, da, kk])
+            release(memory.do, n, 1)
+            release(memory.dstate, n, 1)
+            dp = _decayed(dp * (scale * _columns(memory, 2, SCORES)), gained, lost, row <= column)
+            dp = gl.convert_layout(dp.to(k.dtype), OPERAND)
+            da = _decayed(-da * _columns(memory, 1, SCORES), gained, lost, row < column)
+            a_da = da * (kk * _rows(memory, 1, SCORES))
+            memory.keys.index(0).store(gl.sum(a_da, 1))
+            memory.keys.index(1).store(gl.sum(a_da, 0))
+            da = gl.convert_layout(da.to(k.dtype), OPERAND)
+            total = memory.factors.slots.index(0).load(ROWS)
+            length = memory.factors.slots.index(1).load(ROWS)
+            dk *= gl.expand_dims(gl.exp2(last - total), 1)
+            from_last = gl.sum(dk * k.load(KEYS).to(gl.float32), 1) * length
+            wait_full(memory.q, n, 1)
+            dk = warpgroup_mma(dp, q, dk, is_async=True)
+            dk, dp = warpgroup_mma_wait(0, [dk, dp])
+            release(memory.q, n, 1)
+            dk = warpgroup_mma(da, k, dk, is_async=True)
 
-        # The part of dk where k is a row: of A and e k S.
-        db = warpgroup_mma(x.permute((1, 0)), new, none, use_acc=False, is_async=True)
-        wait_full(memory.state, n, 1)
-        dk_row = warpgroup_mma(x.permute((1, 0)), state, none_k, use_acc=False, is_async=True)
-        dk, da, db, dk_row = warpgroup_mma_wait(0, [dk, da, db, dk_row])
-        release(memory.new, n, 1)
-        release(memory.x, n, 1)
-        release(memory.state, n, 1)
-        db = _decayed(-db * _columns(memory, 1, SCORES), lost, gained, row > column)
-        db = gl.convert_layout(db.to(k.dtype), OPERAND)
-        release(memory.factors, n, 1)
-        dk_row *= gl.expand_dims(-gl.exp2(total), 1)
-        k_row = gl.sum(dk_row * k.load(KEYS).to(gl.float32), 1) * length + memory.keys.index(1).load(ROWS)
-        dk = warpgroup_mma(db, k, dk + dk_row, is_async=True)
-        dk, db = warpgroup_mma_wait(0, [dk, db])
-        keys = k.load(KEYS).to(gl.float32)
-        release(memory.k, n, 1)
-        dk -= keys * gl.expand_dims(length * length * gl.sum(dk * keys, 1), 1)
-        dk *= gl.expand_dims(length, 1)
+            # The part of dk where k is a row: of A and e k S.
+            db = warpgroup_mma(x.permute((1, 0)), new, none, use_acc=False, is_async=True)
+            wait_full(memory.state, n, 1)
+            dk_row = warpgroup_mma(x.permute((1, 0)), state, none_k, use_acc=False, is_async=True)
+            dk, da, db, dk_row = warpgroup_mma_wait(0, [dk, da, db, dk_row])
+            release(news, n, 1)
+            release(memory.x, n, 1)
+            release(memory.state, n, 1)
+            db = _decayed(-db * _columns(memory, 1, SCORES), lost, gained, row > column)
+            db = gl.convert_layout(db.to(k.dtype), OPERAND)
+            release(memory.factors, n, 1)
+            dk_row *= gl.expand_dims(-gl.exp2(total), 1)
+            k_row = gl.sum(dk_row * k.load(KEYS).to(gl.float32), 1) * length + memory.keys.index(1).load(ROWS)
+            dk = warpgroup_mma(db, k, dk + dk_row, is_async=True)
+            dk, db = warpgroup_mma_wait(0, [dk, db])
+            keys = k.load(KEYS).to(gl.float32)
+            release(memory.k, n, 1)
+            dk -= keys * gl.expand_dims(length * length * gl.sum(dk * keys, 1), 1)
+            dk *= gl.expand_dims(length, 1)
+        else:
+            gained, lost = _columns(memory, 0, SCORES), _rows(memory, 0, SCORES)
+            total = memory.factors.slots.index(0).load(ROWS)
+            dp, dk = warpgroup_mma_wait(0, [dp, dk])
+            release(memory.do, n, 1)
+            release(memory.dstate, n, 1)
+            release(news, n, 1)
+            dp = _decayed(dp, gained, lost, (row <= column) & (start + column < end))
+            dp = gl.convert_layout(dp.to(k.dtype), OPERAND)
+            release(memory.factors, n, 1)
+            dk *= gl.expand_dims(gl.exp2(last - total), 1)
+            wait_full(memory.k, n, 1)
+            from_last = gl.where(is_token, gl.sum(dk * k.load(KEYS).to(gl.float32), 1), 0.0)
+            release(memory.k, n, 1)
+            wait_full(memory.q, n, 1)
+            dk = warpgroup_mma(dp, q, dk, is_async=True)
+            dk, dp = warpgroup_mma_wait(0, [dk, dp])
+            release(memory.q, n, 1)
         memory.dk.store(dk.to(k.dtype))
         store_tokens(dk_ptr, memory.dk, start_ptr, item // G, item % G * K, G * K, K)
 
         wait_full(memory.sums, n, 1)
         dtotal = memory.sums.slots.index(0).load(ROWS)
-        x_v = memory.sums.slots.index(1).load(ROWS)
+        if DELTA:
+            x_v = memory.sums.slots.index(1).load(ROWS)
         release(memory.sums, n, 1)
-        place = (start + t).to(gl.int64) * G + item % G
-        dbeta = (x_v + k_row) / beta
-        gl.store(dbeta_ptr + place, dbeta.to(dbeta_ptr.dtype.element_ty), mask=is_token)
-        dtotal += gl.where(is_token, k_row - from_last - memory.keys.index(0).load(ROWS), 0.0)
+        if DELTA:
+            place = (start + t).to(gl.int64) * G + item % G
+            dbeta = (x_v + k_row) / beta
+            gl.store(dbeta_ptr + place, dbeta.to(dbeta_ptr.dtype.element_ty), mask=is_token)
+            dtotal += gl.where(is_token, k_row - from_last - memory.keys.index(0).load(ROWS), 0.0)
+        else:
+            dtotal -= from_last
         dtotal += gl.where(t == C - 1, gl.sum(from_last, 0), 0.0)
         memory.keys.index(2).store(dtotal)
         later = gl.expand_dims(memory.keys.index(2).load(gl.SliceLayout(0, SCORES)), 0)
@@ -326,42 +381,54 @@ def _ring_of(descriptor, READERS: gl.constexpr):
 def _inputs_kernel(
     q_rows, k_rows, v_rows, do_rows, state_rows, dstate_rows, new_rows, x_rows, number_row, number_ptr,
     dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, start_ptr, plane, n_items, scale,
-    GROUP: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    GROUP: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
-    """dq and dk of each value head, dv, dg and dbeta: allocates shared memory and starts the three groups."""
+    """dq and dk of each value head, dg, and (DELTA) dv and dbeta.
+
+    Allocates shared memory and starts the three groups.
+    """
     dtype: gl.constexpr = q_rows.dtype
     FLAT: gl.constexpr = number_row.layout
     factors = gl.allocate_shared_memory(gl.float32, [3, C], FLAT)
     sums = gl.allocate_shared_memory(gl.float32, [2, C], FLAT)
+    if DELTA:
+        new_ring = _ring_of(new_rows, 2)
+        x_ring = _ring_of(x_rows, 2)
+        dv = gl.allocate_shared_memory(dtype, [C, V], v_rows.layout)
+    else:
+        new_ring = None
+        x_ring = None
+        dv = None
     memory = Memory(
         _ring_of(q_rows, 2),
         _ring_of(k_rows, 2),
-        _ring_of(v_rows, 1),
+        _ring_of(v_rows, 1 if DELTA else 2),
         _ring_of(do_rows, 2),
-        _ring_of(state_rows, 2),
+        _ring_of(state_rows, 2 if DELTA else 1),
         _ring_of(dstate_rows, 2),
-        _ring_of(new_rows, 2),
-        _ring_of(x_rows, 2),
+        new_ring,
+        x_ring,
         make_ring(factors, 1, 2),
         make_ring(sums, 1, 1),
         gl.allocate_shared_memory(gl.float32, [2, C], FLAT),
         gl.allocate_shared_memory(gl.float32, [3, C], FLAT),
         gl.allocate_shared_memory(dtype, [C, K], q_rows.layout),
         gl.allocate_shared_memory(dtype, [C, K], q_rows.layout),
-        gl.allocate_shared_memory(dtype, [C, V], v_rows.layout),
+        dv,
     )
     fence_async_shared()
     gl.warp_specialize(
         [
             (_key_consumer, (
                 dk_ptr, dg_ptr, dbeta_ptr, number_ptr, start_ptr, memory, n_items, plane, scale, G, K,
+                DELTA,
             )),
             (_query_consumer, (
-                dq_ptr, dv_ptr, number_ptr, start_ptr, memory, n_items, scale, G, K, V,
+                dq_ptr, dv_ptr, number_ptr, start_ptr, memory, n_items, scale, G, K, V, DELTA,
             )),
             (_producer, (
                 q_rows, k_rows, v_rows, do_rows, state_rows, dstate_rows, new_rows, x_rows, number_row, plane,
-                start_ptr, memory, n_items, GROUP, G, K, V,
+                start_ptr, memory, n_items, GROUP, G, K, V, DELTA,
             )),
         ],
         [4, 1], [240, 24],
@@ -370,14 +437,16 @@ def _inputs_kernel(
 
 def input_gradients(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, state: Tensor, dstate: Tensor, new: Tensor, x: Tensor,
-    gradients: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], saved: Saved, chunks: Chunks,
+    gradients: tuple[Tensor | None, ...], saved: Saved, chunks: Chunks,
 ) -> None:  # fmt: skip
-    """Fills the gradients dq and dk [N, G, K], dv, dg and dbeta."""
+    """Fills the gradients dq and dk [N, G, K], dg, and for a delta rule dv and dbeta."""
     (heads_k, width_k), (num_chunks, heads, width, _) = q.shape[1:], state.shape
     numbers, n_items = saved.numbers, num_chunks * heads
     tokens = [matrix(y, CHUNK, y.shape[-1]) for y in (q, k, v, do)]
-    states = [rows_of(y, width) for y in (state, dstate, new, x)]
+    states = [rows_of(y, width) for y in (state, dstate)]
+    states += [rows_of(y, width) if saved.has_delta else None for y in (new, x)]
     _inputs_kernel[(min(n_items, num_multiprocessors(q.device)),)](
         *tokens, *states, vector(numbers, CHUNK), numbers, *gradients, chunks.start, numbers.stride(0),
-        n_items, width_k**-0.5, GROUP=heads // heads_k, G=heads, K=width_k, V=width, num_warps=4,
+        n_items, width_k**-0.5 if saved.has_delta else 1.0, GROUP=heads // heads_k, G=heads, K=width_k,
+        V=width, DELTA=saved.has_delta, num_warps=4,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The serial passes of the gated delta rule on Hopper, in Gluon: along each chain, and back.
+"""The serial passes of the recurrences on Hopper, in Gluon: along each chain, and back.
 
 The algebra and the letters are those of ``triton_kernels/forward_kernels.py`` and ``backward_kernels.py``. A
 pass is serial: each chunk needs the state after the previous one, and its own products depend on each other.
@@ -10,7 +10,8 @@ The forward pass computes the output on the way. Except for the slots, it writes
 backward pass the same kernel runs a second time and writes them instead of the output.
 
 TMA always fetches 64 tokens from a chunk's start, so a short chunk also gets tokens of other chunks. They
-contribute nothing, because T, P and the factor of q are zero there.
+contribute nothing, because T, P and the factor of q are zero there. Without the delta rule, the factor d is
+zero there, too.
 
 The kernels are long because each loop interleaves copies, products and waits by hand.
 """
@@ -51,6 +52,7 @@ from titan_tree.tree.chunks import CHUNK, Chains, Chunks
 def _chain_consumer(
     state_rows, new_rows, o_ptr, slots_ptr, number_ptr, source_ptr, slot_ptr, start_ptr, memory, work,
     G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, FORWARD: gl.constexpr,
+    DELTA: gl.constexpr,
 ):  # fmt: skip
     """Runs a chain from its start, see ``_chain_kernel``; ``state`` is S^T at the start of each chunk."""
     TOKENS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -69,7 +71,7 @@ def _chain_consumer(
     for i in range(work.count):
         chunk = work.first + i
         s = i % STAGES
-        k, inverse = memory.ring.slots.index(s), memory.inverse.index(s)
+        k, v = memory.ring.slots.index(s), memory.v.index(s).permute((1, 0))
         # Loaded one step ahead.
         next_chunk = work.first + gl.minimum(i + 1, work.count - 1)
         next_last = decay_of(number_ptr, next_chunk, work, G)
@@ -79,27 +81,32 @@ def _chain_consumer(
         operand = gl.convert_layout(rounded, TOKENS_OPERAND)
         state *= gl.exp2(last)  # not during a product: ptxas would wait for it
         wait_full(memory.ring, i, STAGES)
-        new = warpgroup_mma(
-            memory.v.index(s).permute((1, 0)), inverse.permute((1, 0)), zero, use_acc=False, is_async=True
-        )
-        ks = warpgroup_mma(operand, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if DELTA:
+            inverse = memory.inverse.index(s).permute((1, 0))
+            new = warpgroup_mma(v, inverse, zero, use_acc=False, is_async=True)
+            ks = warpgroup_mma(operand, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         if FORWARD:
             if i > 0:
                 store_tokens(o_ptr, memory.out, start_ptr, chunk - 1, column, G * V, BLOCK_V)
         else:
-            tma.store_wait(1)
+            tma.store_wait(1 if DELTA else 0)
             memory.state.store(rounded)
             fence_async_shared()
             row = (chunk * G + work.head) * V + work.column
             tma.async_copy_shared_to_global(state_rows, [row, 0], memory.state)
-        new, ks, operand = warpgroup_mma_wait(0, [new, ks, operand])
-        ks = gl.convert_layout((ks * factor(memory, 3 * s, TOKENS)).to(k.dtype), TOKENS_OPERAND)
-        new = warpgroup_mma(ks, inverse.permute((1, 0)), new, is_async=True)
+        if DELTA:
+            new, ks, operand = warpgroup_mma_wait(0, [new, ks, operand])
+            ks = gl.convert_layout((ks * factor(memory, 3 * s, TOKENS)).to(k.dtype), TOKENS_OPERAND)
+            new = warpgroup_mma(ks, inverse, new, is_async=True)
         if FORWARD:
             o = warpgroup_mma(operand, memory.q.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
-            new, ks = warpgroup_mma_wait(1, [new, ks])
+        if DELTA:
+            if FORWARD:
+                new, ks = warpgroup_mma_wait(1, [new, ks])
+            else:
+                new, ks = warpgroup_mma_wait(0, [new, ks])
         else:
-            new, ks = warpgroup_mma_wait(0, [new, ks])
+            new = v.load(TOKENS).to(gl.float32)
         written = gl.convert_layout((new * factor(memory, 3 * s + 1, TOKENS)).to(k.dtype), STATE_OPERAND)
         state = warpgroup_mma(written, k, state, is_async=True)
         new = new.to(k.dtype)
@@ -119,10 +126,11 @@ def _chain_consumer(
             release(memory.ring, i, STAGES)
             memory.out.permute((1, 0)).store(o.to(k.dtype))
         else:
-            tma.store_wait(1)
-            memory.out.store(new)
-            fence_async_shared()
-            tma.async_copy_shared_to_global(new_rows, [row, 0], memory.out)
+            if DELTA:
+                tma.store_wait(1)
+                memory.out.store(new)
+                fence_async_shared()
+                tma.async_copy_shared_to_global(new_rows, [row, 0], memory.out)
             state, written = warpgroup_mma_wait(0, [state, written])
             release(memory.ring, i, STAGES)
         last, slot = next_last, next_slot
@@ -137,7 +145,7 @@ def _chain_kernel(
     q_rows, k_rows, v_rows, inverse_rows, p_rows, number_row, state_rows, new_rows,
     o_ptr, slots_ptr, number_ptr, first_ptr, end_ptr, source_ptr, slot_ptr, start_ptr, plane, first_chain,
     GROUP: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
-    FORWARD: gl.constexpr,
+    FORWARD: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
     """Chains from first_chain on. FORWARD: o, and states into slots; otherwise S^T and n^T of each chunk."""
     dtype: gl.constexpr = k_rows.dtype
@@ -151,11 +159,15 @@ def _chain_kernel(
         q_slots = None
         p_slots = None
         state_tile = gl.allocate_shared_memory(dtype, [BLOCK_V, K], state_rows.layout)
+    if DELTA:
+        inverse_slots = gl.allocate_shared_memory(dtype, [STAGES, C, C], inverse_rows.layout)
+    else:
+        inverse_slots = None
     memory = Memory(
         make_ring(k_slots, STAGES, 1),
         q_slots,
         gl.allocate_shared_memory(dtype, [STAGES, C, BLOCK_V], v_rows.layout),
-        gl.allocate_shared_memory(dtype, [STAGES, C, C], inverse_rows.layout),
+        inverse_slots,
         p_slots,
         gl.allocate_shared_memory(gl.float32, [3 * STAGES, C], number_row.layout),
         state_tile,
@@ -167,11 +179,11 @@ def _chain_kernel(
         [
             (_chain_consumer, (
                 state_rows, new_rows, o_ptr, slots_ptr, number_ptr, source_ptr, slot_ptr, start_ptr, memory,
-                work, G, K, V, STAGES, FORWARD,
+                work, G, K, V, STAGES, FORWARD, DELTA,
             )),
             (producer, (
                 q_rows, k_rows, v_rows, inverse_rows, p_rows, number_row, plane, start_ptr, memory, work,
-                GROUP, G, K, V, STAGES, False, FORWARD,
+                GROUP, G, K, V, STAGES, False, FORWARD, DELTA,
             )),
         ],
         [1], [24],
@@ -180,9 +192,9 @@ def _chain_kernel(
 
 @gluon.jit
 def _gradient_consumer(
-    dstate_rows, x_rows, slot_gradient_ptr, start_gradient_ptr, number_ptr, source_ptr, slot_ptr, memory,
-    work,
-    G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+    dstate_rows, x_rows, dv_ptr, slot_gradient_ptr, start_gradient_ptr, number_ptr, source_ptr, slot_ptr,
+    start_ptr, memory, work,
+    G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
     """Runs a chain from its end, see ``_gradient_kernel``; ``dstate`` is dS'^T of each chunk."""
     TOKENS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -212,7 +224,7 @@ def _gradient_consumer(
         wait_full(memory.ring, i, STAGES)
         local = warpgroup_mma(do, memory.p.index(s), zero, use_acc=False, is_async=True)
         dnew = warpgroup_mma(operand, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        tma.store_wait(1)
+        tma.store_wait(1 if DELTA else 0)
         memory.state.store(rounded)
         fence_async_shared()
         tma.async_copy_shared_to_global(dstate_rows, [row, 0], memory.state)
@@ -220,18 +232,25 @@ def _gradient_consumer(
         scaled = gl.convert_layout(scaled.to(k.dtype), STATE_OPERAND)
         local, dnew, operand = warpgroup_mma_wait(0, [local, dnew, operand])
         dnew = (dnew * factor(memory, 3 * s + 1, TOKENS) + local).to(k.dtype)
-        dnew = gl.convert_layout(dnew, TOKENS_OPERAND)
-        x = warpgroup_mma(dnew, memory.inverse.index(s), zero, use_acc=False, is_async=True)
-        dstate = warpgroup_mma(scaled, q, dstate, is_async=True)
-        x, dnew = warpgroup_mma_wait(1, [x, dnew])
-        read = gl.convert_layout((x * factor(memory, 3 * s, TOKENS)).to(k.dtype), STATE_OPERAND)
-        dstate, scaled = warpgroup_mma_wait(0, [dstate, scaled])
-        dstate = warpgroup_mma(read, k, dstate, is_async=True)
-        tma.store_wait(1)
-        memory.out.store(x.to(k.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(x_rows, [row, 0], memory.out)
-        dstate, read = warpgroup_mma_wait(0, [dstate, read])
+        if DELTA:
+            dnew = gl.convert_layout(dnew, TOKENS_OPERAND)
+            x = warpgroup_mma(dnew, memory.inverse.index(s), zero, use_acc=False, is_async=True)
+            dstate = warpgroup_mma(scaled, q, dstate, is_async=True)
+            x, dnew = warpgroup_mma_wait(1, [x, dnew])
+            read = gl.convert_layout((x * factor(memory, 3 * s, TOKENS)).to(k.dtype), STATE_OPERAND)
+            dstate, scaled = warpgroup_mma_wait(0, [dstate, scaled])
+            dstate = warpgroup_mma(read, k, dstate, is_async=True)
+            tma.store_wait(1)
+            memory.out.store(x.to(k.dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(x_rows, [row, 0], memory.out)
+            dstate, read = warpgroup_mma_wait(0, [dstate, read])
+        else:
+            dstate = warpgroup_mma(scaled, q, dstate, is_async=True)
+            memory.out.permute((1, 0)).store(dnew)
+            current, column = work.first + work.count - 1 - i, work.head * V + work.column
+            store_tokens(dv_ptr, memory.out, start_ptr, current, column, G * V, BLOCK_V)
+            dstate, scaled = warpgroup_mma_wait(0, [dstate, scaled])
         release(memory.ring, i, STAGES)
         last, slot = next_last, next_slot
     if gl.load(source_ptr + work.chain) >= 0:
@@ -241,35 +260,44 @@ def _gradient_consumer(
 
 @gluon.jit(do_not_specialize=["plane", "first_chain"])
 def _gradient_kernel(
-    q_rows, k_rows, do_rows, inverse_rows, p_rows, number_row, dstate_rows, x_rows,
+    q_rows, k_rows, do_rows, inverse_rows, p_rows, number_row, dstate_rows, x_rows, dv_ptr,
     slot_gradient_ptr, start_gradient_ptr, number_ptr, first_ptr, end_ptr, source_ptr, slot_ptr, start_ptr,
     plane, first_chain,
     GROUP: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+    DELTA: gl.constexpr,
 ):  # fmt: skip
-    """Chains from their ends: dS'^T and X^T of each chunk, and gradients of the states they start from."""
+    """Chains from their ends: dS'^T of each chunk, and gradients of the states they start from.
+
+    DELTA: also X^T of each chunk; otherwise dv.
+    """
     dtype: gl.constexpr = k_rows.dtype
+    if DELTA:
+        inverse_slots = gl.allocate_shared_memory(dtype, [STAGES, C, C], inverse_rows.layout)
+    else:
+        inverse_slots = None
+    out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_V, C], dtype)
     k_slots = gl.allocate_shared_memory(dtype, [STAGES, C, K], k_rows.layout)
     memory = Memory(
         make_ring(k_slots, STAGES, 1),
         gl.allocate_shared_memory(dtype, [STAGES, C, K], q_rows.layout),
         gl.allocate_shared_memory(dtype, [STAGES, C, BLOCK_V], do_rows.layout),
-        gl.allocate_shared_memory(dtype, [STAGES, C, C], inverse_rows.layout),
+        inverse_slots,
         gl.allocate_shared_memory(dtype, [STAGES, C, C], p_rows.layout),
         gl.allocate_shared_memory(gl.float32, [3 * STAGES, C], number_row.layout),
         gl.allocate_shared_memory(dtype, [BLOCK_V, K], dstate_rows.layout),
-        gl.allocate_shared_memory(dtype, [BLOCK_V, C], x_rows.layout),
+        gl.allocate_shared_memory(dtype, [BLOCK_V, C], out_layout),
     )
     fence_async_shared()
     work = work_of(first_ptr, end_ptr, first_chain, G, V)
     gl.warp_specialize(
         [
             (_gradient_consumer, (
-                dstate_rows, x_rows, slot_gradient_ptr, start_gradient_ptr, number_ptr, source_ptr, slot_ptr,
-                memory, work, G, K, V, STAGES,
+                dstate_rows, x_rows, dv_ptr, slot_gradient_ptr, start_gradient_ptr, number_ptr, source_ptr,
+                slot_ptr, start_ptr, memory, work, G, K, V, STAGES, DELTA,
             )),
             (producer, (
                 q_rows, k_rows, do_rows, inverse_rows, p_rows, number_row, plane, start_ptr, memory, work,
-                GROUP, G, K, V, STAGES, True, True,
+                GROUP, G, K, V, STAGES, True, True, DELTA,
             )),
         ],
         [1], [24],
@@ -287,7 +315,7 @@ def outputs(
     """Fills the slots, round by round, and o."""
     tiles = _tiles(q, k, v, scores, saved)
     rest = None, None, o, saved.slots, *_where(saved, chunks, chains)
-    run_rounds(_run(_chain_kernel, [*tiles, *rest], q, v, FORWARD=True), chains)
+    run_rounds(_run(_chain_kernel, [*tiles, *rest], q, v, FORWARD=True, DELTA=saved.has_delta), chains)
 
 
 def states(
@@ -296,20 +324,22 @@ def states(
     """Returns a pass that fills ``state`` (S^T) and ``new`` (n^T) of chains whose slots are filled."""
     tiles = _tiles(None, k, v, None, saved)
     rest = None, saved.slots, *_where(saved, chunks, chains)
-    return _run(_chain_kernel, [*tiles, *_parts(state, new), *rest], k, v, FORWARD=False)
+    arguments = [*tiles, *_parts(saved, state, new), *rest]
+    return _run(_chain_kernel, arguments, k, v, FORWARD=False, DELTA=saved.has_delta)
 
 
 def state_gradients(
     q: Tensor, k: Tensor, do: Tensor, scores: Tensor, dstate: Tensor, x: Tensor, slot_gradient: Tensor,
     start_gradient: Tensor, saved: Saved, chunks: Chunks, chains: Chains,
 ) -> Run:  # fmt: skip
-    """Returns a pass that fills ``dstate`` (dS'^T), ``x`` (X^T) and ``start_gradient`` of chains.
+    """Returns a pass that fills ``dstate`` (dS'^T), ``x`` (X^T, or dv) and ``start_gradient`` of chains.
 
     It reads the gradients of the chains' own slots.
     """
     tiles = _tiles(q, k, do, scores, saved)
-    rest = slot_gradient, start_gradient, *_where(saved, chunks, chains)
-    return _run(_gradient_kernel, [*tiles, *_parts(dstate, x), *rest], q, do)
+    rest = None if saved.has_delta else x, slot_gradient, start_gradient, *_where(saved, chunks, chains)
+    arguments = [*tiles, *_parts(saved, dstate, x), *rest]
+    return _run(_gradient_kernel, arguments, q, do, DELTA=saved.has_delta)
 
 
 def _tiles(
@@ -318,7 +348,7 @@ def _tiles(
     """Returns descriptors of the tensors that are fetched for each chunk."""
     if saved.numbers.numel() >= 2**31:
         raise UserError(
-            f"TreeGDN: backend 'hopper': {len(saved.inverse):,} chunks and {v.shape[1]} heads exceed "
+            f"recurrence: backend 'hopper': {saved.num_chunks:,} chunks and {v.shape[1]} heads exceed "
             "TMA's 32-bit coordinates; lower data.max_tokens"
         )
     width_k = k.shape[2]
@@ -326,15 +356,15 @@ def _tiles(
         None if q is None else matrix(q, CHUNK, width_k),
         matrix(k, CHUNK, width_k),
         matrix(v, CHUNK, BLOCK_V.value),
-        rows_of(saved.inverse, CHUNK),
+        rows_of(saved.inverse, CHUNK) if saved.has_delta else None,
         None if scores is None else rows_of(scores, CHUNK),
         vector(saved.numbers, CHUNK),
     ]
 
 
-def _parts(*tensors: Tensor) -> list[TensorDescriptor]:
-    """Returns descriptors of the tensors that a program writes for each chunk."""
-    return [rows_of(x, BLOCK_V.value) for x in tensors]
+def _parts(saved: Saved, state: Tensor, new: Tensor) -> list[TensorDescriptor | None]:
+    """Returns descriptors of S^T and n^T, which a program writes for each chunk, or of their gradients."""
+    return [rows_of(state, BLOCK_V.value), rows_of(new, BLOCK_V.value) if saved.has_delta else None]
 
 
 def _where(saved: Saved, chunks: Chunks, chains: Chains) -> list[Tensor | int]:

@@ -38,7 +38,7 @@ class Memory(NamedTuple):
     ring: Ring  # its slots hold k: [STAGES, C, K]
     q: gl.shared_memory_descriptor  # [STAGES, C, K]
     v: gl.shared_memory_descriptor  # [STAGES, C, BLOCK_V]; in the backward pass do
-    inverse: gl.shared_memory_descriptor  # [STAGES, C, C]
+    inverse: gl.shared_memory_descriptor  # [STAGES, C, C]; None without the delta rule
     p: gl.shared_memory_descriptor  # [STAGES, C, C]
     factors: gl.shared_memory_descriptor  # [3 * STAGES, C] fp32: read, write and query of ``Factors``
     state: gl.shared_memory_descriptor  # [BLOCK_V, K]
@@ -59,13 +59,18 @@ def work_of(first_ptr, end_ptr, first_chain, G: gl.constexpr, V: gl.constexpr):
 def producer(
     q_rows, k_rows, v_rows, inverse_rows, p_rows, number_row, plane, start_ptr, memory, work,
     GROUP: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
-    BACKWARDS: gl.constexpr, WITH_Q: gl.constexpr,
+    BACKWARDS: gl.constexpr, WITH_Q: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
-    """Fetches the tiles of each chunk, from the chain's start or BACKWARDS. WITH_Q: also q and P."""
+    """Fetches the tiles of each chunk, from the chain's start or BACKWARDS.
+
+    WITH_Q: also q and P. DELTA: also T.
+    """
+    key_bytes: gl.constexpr = k_rows.block_type.nbytes
     tile_bytes: gl.constexpr = (
-        (1 + WITH_Q) * (k_rows.block_type.nbytes + inverse_rows.block_type.nbytes)
+        (1 + WITH_Q) * key_bytes
+        + (DELTA + WITH_Q) * (key_bytes * C // K)  # of a tile [C, C]
         + v_rows.block_type.nbytes
-        + (2 + WITH_Q) * C * 4
+        + (1 + DELTA + WITH_Q) * C * 4
     )
     key_column = work.head // GROUP * K
     for i in range(work.count):
@@ -81,8 +86,11 @@ def producer(
         mbarrier.expect(full, tile_bytes)
         tma.async_copy_global_to_shared(k_rows, [start, key_column], full, memory.ring.slots.index(s))
         tma.async_copy_global_to_shared(v_rows, [start, work.head * V + work.column], full, memory.v.index(s))
-        tma.async_copy_global_to_shared(inverse_rows, [row, 0], full, memory.inverse.index(s))
-        tma.async_copy_global_to_shared(number_row, [READ * plane + row], full, memory.factors.index(3 * s))
+        if DELTA:
+            tma.async_copy_global_to_shared(inverse_rows, [row, 0], full, memory.inverse.index(s))
+            tma.async_copy_global_to_shared(
+                number_row, [READ * plane + row], full, memory.factors.index(3 * s)
+            )
         tma.async_copy_global_to_shared(
             number_row, [WRITE * plane + row], full, memory.factors.index(3 * s + 1)
         )
