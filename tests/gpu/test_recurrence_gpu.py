@@ -1,4 +1,4 @@
-"""TreeGDN and its convolution on a GPU: extreme trees, precision in bf16, and the choice of the backend."""
+"""The recurrences and their convolution on a GPU: extreme trees, precision in bf16, and the choice of the backend."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from tests.support.forests import leaves, path_of, predecessors, recurrent_layout
 from tests.support.layouts import random_nodes
-from titan_tree.components.recurrence import TreeGDN, prepare_conv, tree_causal_conv1d
+from titan_tree.components.recurrence import TreeGDN, TreeSSD, prepare_conv, tree_causal_conv1d
 from titan_tree.components.recurrence.reference import recurrence
 from titan_tree.errors import UserError
 
@@ -17,8 +17,8 @@ HOPPER = pytest.mark.skipif(
 )
 
 
-def random_inputs(n, heads_k, heads, dim, dtype=torch.float32, seed=0):
-    """Returns q, k, v, g, beta, and an upstream gradient."""
+def random_inputs(n, heads_k, heads, dim, dtype=torch.float32, seed=0, rule=TreeGDN):
+    """Returns q, k, v, g and, unless the rule is SSD, beta; and an upstream gradient."""
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def randn(*shape):
@@ -26,11 +26,12 @@ def random_inputs(n, heads_k, heads, dim, dtype=torch.float32, seed=0):
 
     q, k, v, do = (randn(n, h, dim).to(dtype) for h in (heads_k, heads_k, heads, heads))
     g, beta = F.logsigmoid(randn(n, heads) + 2), torch.sigmoid(randn(n, heads)).to(dtype)
-    return [x.requires_grad_() for x in (q, k, v, g, beta)], do
+    inputs = (q, k, v, g) if rule is TreeSSD else (q, k, v, g, beta)
+    return [x.requires_grad_() for x in inputs], do
 
 
 def results(rule, inputs, do):
-    """Returns o and the gradients of q, k, v, g, beta."""
+    """Returns o and the gradients of the inputs."""
     out = rule(*inputs)
     return [out.detach(), *torch.autograd.grad(out, inputs, do.to(out.dtype))]
 
@@ -38,7 +39,8 @@ def results(rule, inputs, do):
 def exact(inputs, do, before):
     wide = [x.detach().double().requires_grad_() for x in inputs]
     chunks = recurrent_layout(before).to("cuda").chunks
-    return results(lambda *x: recurrence(*x, None, chunks)[0], wide, do)
+    beta = [None] if len(inputs) == 4 else []
+    return results(lambda *x: recurrence(*x, *beta, None, chunks)[0], wide, do)
 
 
 def errors(got, want):
@@ -46,11 +48,12 @@ def errors(got, want):
     return [((a.double() - b).norm() / (b.norm() or 1.0)).item() for a, b in zip(got, want, strict=True)]
 
 
-def on_tree(before, backend="auto"):
-    layout, gdn = recurrent_layout(before).to("cuda"), TreeGDN(backend)
-    return lambda *x: gdn(*x, layout)[0]
+def on_tree(before, backend="auto", rule=TreeGDN):
+    layout, module = recurrent_layout(before).to("cuda"), rule(backend)
+    return lambda *x: module(*x, layout)[0]
 
 
+RULES = [TreeGDN, TreeSSD]
 EXTREME = {
     "10,000 roots of one token": np.full(10_000, -1),
     "10,000 leaves of one token": np.array([-1, *range(70), *[70] * 10_000]),
@@ -59,25 +62,27 @@ EXTREME = {
 }
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", EXTREME)
-def test_extreme_trees_equal_the_reference(name):
+def test_extreme_trees_equal_the_reference(name, rule):
     before = EXTREME[name]
-    inputs, do = random_inputs(len(before), 1, 2, 16)
-    got = results(on_tree(before), inputs, do)
+    inputs, do = random_inputs(len(before), 1, 2, 16, rule=rule)
+    got = results(on_tree(before, rule=rule), inputs, do)
     assert max(errors(got, exact(inputs, do, before))) < 2e-5
-    assert all(map(torch.equal, got, results(on_tree(before), inputs, do)))
+    assert all(map(torch.equal, got, results(on_tree(before, rule=rule), inputs, do)))
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=HOPPER)])
-def test_bf16_is_as_exact_as_path_by_path(backend):
+def test_bf16_is_as_exact_as_path_by_path(backend, rule):
     """Errors against float64, summed over trees, are at most 1.2 times those of single paths."""
-    mine, theirs = np.zeros(6), np.zeros(6)
+    mine = theirs = 0.0
     for seed in range(4):
         before = predecessors(random_nodes(seed, 24, 1, 200, roots=0.0))
         n = len(before)
-        inputs, do = random_inputs(n, 2, 4, 128, torch.bfloat16, seed)
+        inputs, do = random_inputs(n, 2, 4, 128, torch.bfloat16, seed, rule)
         want = exact(inputs, do, before)
-        mine += np.square(errors(results(on_tree(before, backend), inputs, do), want))
+        mine = mine + np.square(errors(results(on_tree(before, backend, rule), inputs, do), want))
 
         out, gradients = torch.zeros_like(want[0]), [torch.zeros_like(x) for x in want[1:]]
         done = np.zeros(n, bool)
@@ -86,14 +91,14 @@ def test_bf16_is_as_exact_as_path_by_path(backend):
             alone = [x.detach()[torch.from_numpy(path)].requires_grad_() for x in inputs]
             # A token's output counts on its first path only.
             upstream = do[torch.from_numpy(path)] * torch.from_numpy(~done[path]).cuda()[:, None, None]
-            got = results(on_tree(np.arange(len(path)) - 1, backend), alone, upstream)
+            got = results(on_tree(np.arange(len(path)) - 1, backend, rule), alone, upstream)
             out[torch.from_numpy(path)] = got[0].double()
             for total, part in zip(gradients, got[1:], strict=True):
                 total[torch.from_numpy(path)] += part.double()
             done[path] = True
-        theirs += np.square(errors([out, *gradients], want))
+        theirs = theirs + np.square(errors([out, *gradients], want))
     ratios = np.sqrt(mine / theirs)
-    print("errors over path by path (o, dq, dk, dv, dg, dbeta):", ratios.round(3))
+    print("errors over path by path (o, dq, dk, dv, dg and, with a delta rule, dbeta):", ratios.round(3))
     assert ratios.max() <= 1.2
 
 
@@ -123,6 +128,7 @@ def test_never_waits_for_the_gpu():
 
     def step():
         results(lambda *x: TreeGDN()(*x, layout)[0], inputs, do)
+        results(lambda *x: TreeSSD()(*x, layout)[0], inputs[:4], do)
         y, _ = tree_causal_conv1d(x, weight, layout, index=prepare_conv(layout, 4))
         torch.autograd.grad(y.sum(), (x, weight))
 
