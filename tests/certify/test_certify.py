@@ -91,6 +91,16 @@ def test_every_family_passes(family, tmp_path):
     )
 
 
+@pytest.mark.slow
+def test_paths_that_share_nothing_are_named(tmp_path):
+    certificate = certify(
+        configured(tmp_path, lambda record: {"group_id": str(record["weight"])}, model__name="qwen3")
+    )
+    assert certificate.facts["data"].endswith(
+        "3 paths of 25 tokens, 25 distinct; they share nothing, so this says little about trees"
+    )
+
+
 def layout_fault(change):
     """Returns a fault that changes the layout of every batch."""
 

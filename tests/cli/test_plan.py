@@ -151,6 +151,15 @@ def test_a_small_sample_repeats_its_groups(capsys):
     assert not any("groups repeat" in note for note in once["notes"])
 
 
+def test_samples_that_share_nothing_are_noted(capsys, tmp_path):
+    note = "samples share nothing, so trees save nothing; titan-tree inspect FILE says why"
+    for names, notes in ((["a", "b"], [note]), (["a", "a"], [])):
+        rows = [{"group_id": name, "tokens": [5, 6, 7 + n]} for n, name in enumerate(names)]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        found = plan(capsys, DEMO, f"data.files={tmp_path / 'rows.jsonl'}", "--gpus", "1", "--groups", "1")
+        assert [each for each in found["notes"] if "share" in each] == notes, names
+
+
 def test_estimates_are_means_over_steps():
     made = planner(gpus=1, groups=4)
     counts = [step[0].counts for step in made.estimate.steps]

@@ -134,8 +134,11 @@ def _facts(subject: Subject) -> dict[str, str]:
     names = ", ".join(tree.paths[0].id.rpartition("/")[0] or tree.paths[0].id for tree in trees[:3])
     more = f" and {len(trees) - 3} more" if len(trees) > 3 else ""
     paths, flat, distinct = len(subject.paths), sum(map(len, subject.paths)), sum(map(len, trees))
+    tokens = f"{flat:,} tokens, {distinct:,} distinct"
+    if flat == distinct:
+        tokens += "; they share nothing, so this says little about trees"
     return {
         "model": f"{model.family} {weights}, {model.num_parameters():,} parameters{lora}",
         "step": f"loss {config.loss.name}, {config.training.dtype}, {subject.tree_step.device.type}{ranks}",
-        "data": f"{subject.source}: {names}{more}; {paths} paths of {flat:,} tokens, {distinct:,} distinct",
+        "data": f"{subject.source}: {names}{more}; {paths} paths of {tokens}",
     }

@@ -229,6 +229,9 @@ class Planner:
             "trees are partitioned, so training will refuse parallel.reduce_gradients = every": (
                 self.estimate.is_refused
             ),
+            "samples share nothing, so trees save nothing; titan-tree inspect FILE says why": (
+                config.data.layout == "tree" and self.estimate.counts.por_samples <= 0
+            ),
             "the sample is smaller than its steps, so groups repeat; raise --groups": (
                 self.groups % config.data.global_batch_groups > 0
             ),
