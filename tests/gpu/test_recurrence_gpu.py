@@ -1,4 +1,4 @@
-"""The recurrences and their convolution on a GPU: extreme trees, precision in bf16, and the choice of the backend."""
+"""The recurrences and their convolution on a GPU: extreme trees, precision in bf16, choice of backend."""
 
 import numpy as np
 import pytest
