@@ -19,8 +19,14 @@ from titan_tree.errors import UserError
 from titan_tree.tree.token_tree import TokenTree
 
 ROOT = Path(__file__).parents[2]
-EXHAUSTIVE = {"memory", "rl", "trl"}  # tests/rl runs rl, too
-MEASUREMENTS = (*BENCHES, "trl --lora 4", "attention --tree bushy --cases gpt-oss DeepSeek-V3")
+OTHER_RULES = ("recurrence --rule kda", "recurrence --rule ssd")
+EXHAUSTIVE = {"memory", "rl", "trl", *OTHER_RULES}  # tests/rl runs rl, too
+MEASUREMENTS = (
+    *BENCHES,
+    *OTHER_RULES,
+    "trl --lora 4",
+    "attention --tree bushy --cases gpt-oss DeepSeek-V3",
+)
 NOT_QUICK = {("real", "of operations"), ("input", "workers 1")}  # they need a GPU, or a second core
 PICTURES = {  # of docs/img: the benchmark and its rows in docs/data
     "attention": ("attention", "attention_sweep"),
@@ -41,7 +47,7 @@ PICTURES = {  # of docs/img: the benchmark and its rows in docs/data
     "measurement",
     [
         pytest.param(
-            name, marks=pytest.mark.exhaustive if name.split()[0] in EXHAUSTIVE else pytest.mark.slow
+            name, marks=pytest.mark.exhaustive if EXHAUSTIVE & {name, name.split()[0]} else pytest.mark.slow
         )
         for name in MEASUREMENTS
     ],

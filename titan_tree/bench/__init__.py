@@ -23,7 +23,7 @@ BENCHES = {  # name -> summary; a module is imported only when it runs
     "rl": "reinforcement learning: rewards, and the update on trees beside rows",
     "step": "whole steps on sequences and trees, beside a compiled transformers model",
     "attention": "TreeAttention's backends beside FlexAttention, cuDNN and FlashAttention-4",
-    "recurrence": "TreeGDN and its convolution beside flash-linear-attention",
+    "recurrence": "TreeGDN, TreeKDA and TreeSSD beside flash-linear-attention",
     "experts": "a layer of experts beside transformers' and torchtitan's, and sharded over GPUs",
     "optimizer": "AdamW and 8-bit AdamW beside those of torch and torchao",
     "sequence": "whole steps on one tree whose tokens all GPUs share, beside one GPU",

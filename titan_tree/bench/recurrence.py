@@ -1,19 +1,21 @@
-"""Times TreeGDN and its convolution on token trees, in milliseconds, beside implementations for sequences.
+"""Times recurrences and their convolution on token trees, in milliseconds, beside those for sequences.
 
-titan-tree bench recurrence                                   # on a GPU, all trees
+titan-tree bench recurrence                                   # TreeGDN on a GPU, all trees
 titan-tree bench recurrence --tree chain agent --heads 16 64  # as in Qwen3.5's larger models
+titan-tree bench recurrence --rule ssd                        # TreeSSD; --rule kda: TreeKDA
 
-The measured core of a Gated DeltaNet layer has no projections: it goes from q, k, v, the decays and beta to
-the output, through the module, autograd and the operator. All contenders take turns in one process on
+The measured core of a layer has no projections: it goes from q, k, v, the decays and beta to the output,
+through the module, autograd and the operator. All contenders take turns in one process on
 random data in bfloat16; the table has medians. What the host computes once per batch for all layers is
 timed apart ("plan_host_ms"). "kept" is the memory that a forward pass keeps for its backward pass, besides
 inputs and output.
 
 Peers: "per path" is training without trees. It computes every leaf path on its own with the same kernels.
 Where flash-linear-attention (FLA) is installed, its kernels run on one chain of as many tokens, and on the
-tree level by level: all nodes of one depth at once, from their parents' last states. On Hopper FLA refuses
-to run its backward pass with versions of Triton that compile wrong gradients. This benchmark runs it there
-to measure its time only.
+tree level by level: all nodes of one depth at once, from their parents' last states. For SSD, this is FLA's
+"simple GLA", which needs a copy of the keys for each value head. Where mamba_ssm is installed, its kernel
+runs on one chain, too; it also multiplies x and A by dt. On Hopper FLA refuses to run its backward pass with
+versions of Triton that compile wrong gradients. This benchmark runs it there to measure its time only.
 
 "x chain" is the time per token of a chain, which --tree measures first, over that of the tree. "x FLA" is
 the time of FLA's chain over that of the tree. The picture has the time of each contender on each tree.
@@ -44,7 +46,7 @@ from titan_tree.bench.record import (
     wall_s,
 )
 from titan_tree.bench.trees import SHAPES, flat_sample, random_tree
-from titan_tree.components.recurrence import TreeGDN, prepare_conv, tree_causal_conv1d
+from titan_tree.components.recurrence import TreeGDN, TreeKDA, TreeSSD, prepare_conv, tree_causal_conv1d
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.chunks import make_chains, make_chunks
 from titan_tree.tree.gateway import predecessors
@@ -56,21 +58,32 @@ from titan_tree.tree.token_tree import TokenTree
 try:
     from fla.ops.common import chunk_o
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.kda import chunk_kda
+    from fla.ops.simple_gla import chunk_simple_gla
 
+    FLA = {"gdn": chunk_gated_delta_rule, "kda": chunk_kda, "ssd": chunk_simple_gla}
     FLA_NOTE = ""
     if chunk_o.IS_NVIDIA_HOPPER and not chunk_o.TRITON_ABOVE_3_7_1:
         chunk_o.TRITON_ABOVE_3_7_1 = True  # otherwise FLA refuses, see above
         FLA_NOTE = "its gradients are wrong with this Triton"
 except ImportError:
-    chunk_gated_delta_rule = None
+    FLA = {}
+
+try:
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+except ImportError:
+    mamba_chunk_scan_combined = None
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-KEYS = ("heads", "head_dim", "tree", "tokens", "what")
+RULES = {"gdn": TreeGDN, "kda": TreeKDA, "ssd": TreeSSD}
+TITLES = {"gdn": "Gated DeltaNet", "kda": "Kimi Delta Attention", "ssd": "Mamba-2's SSD"}
+KEYS = ("rule", "heads", "head_dim", "tree", "tokens", "what")
 RATIOS = ("x chain", "x FLA")
 QUICK = (
-    "--tree", "chain", "bushy", "--tokens", "64", "--rounds", "1", "--heads", "1", "2", "--head-dim", "16",
+    "--tree", "chain", "bushy", "--tokens", "64", "--rounds", "1", "--heads", "1", "2",
+    "--head-dim", "16", "16",
 )  # fmt: skip
 COLUMNS = (
     "tree", "tokens", "nodes", "por", "what", "forward_ms", "forward_backward_ms", "x chain", "x FLA",
@@ -85,14 +98,19 @@ Run = Callable[..., Tensor]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_rounds(parser)
     add = parser.add_argument
+    add("--rule", choices=RULES, default="gdn")
     add("--tree", nargs="+", choices=SHAPES, default=["chain", "agent", "agent-fine", "bushy"])
     add("--tokens", type=int, help="distinct tokens (default: depends on the shape)")
-    add("--heads", type=int, nargs=2, default=[32, 32], metavar=("KEY", "VALUE"))
-    add("--head-dim", type=int, default=128)
+    for name, usual, ssd in (("--heads", "32 32", "8 64"), ("--head-dim", "128 128", "128 64")):
+        text = f"(default: {usual}; for ssd {ssd})"
+        add(name, type=int, nargs=2, metavar=("KEY", "VALUE"), help=text)
 
 
 def run(args: argparse.Namespace) -> list[Row]:
     """Returns a row per tree and contender."""
+    is_ssd = args.rule == "ssd"
+    args.heads = args.heads or ([8, 64] if is_ssd else [32, 32])
+    args.head_dim = args.head_dim or ([128, 64] if is_ssd else [128, 128])
     rows = []
     chain = None  # milliseconds per token
     for shape in args.tree:
@@ -116,8 +134,8 @@ def benchmark(shape: str, tree: TokenTree, args: argparse.Namespace) -> list[Row
     layout = TreeBatch.from_trees([tree]).layout.to(DEVICE)
     rule = partial(rule_inputs, args=args)
     convolution = partial(convolution_inputs, args=args)
-    contenders = [contender("tree", rule_on(layout), partial(rule, len(tree)))]
-    contenders += peers(shape, tree, rule)
+    contenders = [contender("tree", rule_on(layout, args.rule), partial(rule, len(tree)))]
+    contenders += peers(shape, tree, rule, args.rule)
     contenders.append(contender("tree convolution", convolution_on(layout), partial(convolution, len(tree))))
     if shape == "chain":
         contenders.append(contender("conv1d and silu", plain_convolution, partial(convolution, len(tree))))
@@ -125,8 +143,9 @@ def benchmark(shape: str, tree: TokenTree, args: argparse.Namespace) -> list[Row
     host_ms = median(plan_ms(tree) for _ in range(7))
     return [
         {
+            "rule": args.rule,
             "heads": "/".join(map(str, args.heads)),
-            "head_dim": args.head_dim,
+            "head_dim": "/".join(map(str, dict.fromkeys(args.head_dim))),
             "tree": shape,
             "tokens": len(tree),
             "nodes": tree.stats.n_nodes,
@@ -143,17 +162,17 @@ def benchmark(shape: str, tree: TokenTree, args: argparse.Namespace) -> list[Row
 
 
 def plan_ms(tree: TokenTree) -> float:
-    """Returns the host's milliseconds for what the delta rule needs of a batch: chunks and chains."""
+    """Returns the host's milliseconds for what a recurrence needs of a batch: chunks and chains."""
     (partition,) = one_pass(tree).partitions
     return 1e3 * wall_s(
         lambda: make_chains(make_chunks(predecessors(tree, partition), np.empty(0, np.int64)))
     )
 
 
-def rule_on(layout: TreeLayout) -> Run:
-    """Returns the gated delta rule on a tree."""
-    gdn = TreeGDN()
-    return lambda *inputs: gdn(*inputs, layout)[0]
+def rule_on(layout: TreeLayout, rule: str) -> Run:
+    """Returns a recurrence on a tree."""
+    module = RULES[rule]()
+    return lambda *inputs: module(*inputs, layout)[0]
 
 
 def convolution_on(layout: TreeLayout) -> Run:
@@ -168,35 +187,50 @@ def plain_convolution(x: Tensor, weight: Tensor) -> Tensor:
     return F.silu(padded[0, :, : len(x)]).t()
 
 
-def peers(shape: str, tree: TokenTree, inputs: Callable[[int], list[Tensor]]) -> list[Contender]:
-    """Returns the peers of the delta rule on a tree."""
+def peers(shape: str, tree: TokenTree, inputs: Callable[[int], list[Tensor]], rule: str) -> list[Contender]:
+    """Returns the peers of a recurrence on a tree."""
     contenders = []
     if shape != "chain":
         lengths, sample = flat_sample(tree, MAX_FLAT_TOKENS)
         paths = [TokenTree.from_paths([TokenPath(np.zeros(length, np.int32))]) for length in sample]
         layout = TreeBatch.from_trees(paths).layout.to(DEVICE)
-        per_path = contender("per path", rule_on(layout), partial(inputs, int(sample.sum())))
+        per_path = contender("per path", rule_on(layout, rule), partial(inputs, int(sample.sum())))
         per_path.scale = float(lengths.sum() / sample.sum())
         per_path.note = f"{len(lengths)} paths, {lengths.sum():,} tokens"
         if len(sample) < len(lengths):
             per_path.note += f"; timed on {len(sample)} of them"
         contenders.append(per_path)
-    if chunk_gated_delta_rule is not None and DEVICE.type == "cuda":
-        own = partial(inputs, len(tree))
-        contenders.append(contender("FLA, one chain", fla_chain, own, FLA_NOTE))
+    own = partial(inputs, len(tree))
+    if FLA and DEVICE.type == "cuda":
+        contenders.append(contender("FLA, one chain", lambda *x: fla(rule, *x)[0], own, FLA_NOTE))
         if shape != "chain":
-            contenders.append(contender("FLA, level by level", level_by_level(tree), own, FLA_NOTE))
+            contenders.append(contender("FLA, level by level", level_by_level(tree, rule), own, FLA_NOTE))
+    if rule == "ssd" and mamba_chunk_scan_combined is not None and DEVICE.type == "cuda":
+        contenders.append(contender("mamba_ssm, one chain", mamba_chain, own))
     return contenders
 
 
-def fla_chain(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Computes the gated delta rule on one sequence by FLA."""
-    inputs = (x[None] for x in (q, k, v, g, beta))
-    return chunk_gated_delta_rule(*inputs, use_qk_l2norm_in_kernel=True)[0][0]
+def fla(rule: str, *inputs: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+    """Computes a recurrence on sequences by FLA: o [N, G, V] and the last states."""
+    q, k, *others = inputs
+    if rule == "ssd":
+        q, k = (x.repeat_interleave(others[0].shape[1] // x.shape[1], 1) for x in (q, k))
+        options["scale"] = 1.0
+    else:
+        options["use_qk_l2norm_in_kernel"] = True
+    o, states = FLA[rule](*(x[None] for x in (q, k, *others)), **options)
+    return o[0], states
 
 
-def level_by_level(tree: TokenTree) -> Run:
-    """Returns the gated delta rule on a tree by FLA: one call per depth of nodes."""
+def mamba_chain(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    """Computes SSD on one sequence by mamba_ssm, with dt = -g and A = -1."""
+    rates = -torch.ones_like(g[0])
+    x, dt, b, c = (y[None] for y in (v, -g, k, q))
+    return mamba_chunk_scan_combined(x, dt, rates, b, c, chunk_size=256)[0]
+
+
+def level_by_level(tree: TokenTree, rule: str) -> Run:
+    """Returns a recurrence on a tree by FLA: one call per depth of nodes."""
     depth = np.zeros(len(tree.node_parent), int)
     for node, parent in enumerate(tree.node_parent):
         depth[node] = depth[parent] + 1 if parent >= 0 else 0
@@ -214,14 +248,14 @@ def level_by_level(tree: TokenTree) -> Run:
     def run(*inputs: Tensor) -> Tensor:
         outputs, states = [], torch.empty(0)
         for level, (tokens, offsets, parents) in enumerate(levels):
-            out, states = chunk_gated_delta_rule(
-                *(x[tokens][None] for x in inputs),
+            out, states = fla(
+                rule,
+                *(x[tokens] for x in inputs),
                 initial_state=states[parents] if level else None,
                 output_final_state=True,
-                use_qk_l2norm_in_kernel=True,
                 cu_seqlens=offsets,
             )
-            outputs.append(out[0])
+            outputs.append(out)
         return torch.cat(outputs)[back]
 
     return run
@@ -250,29 +284,35 @@ def contender(name: str, run: Run, make_inputs: Callable[[], list[Tensor]], note
 
 
 def rule_inputs(n: int, args: argparse.Namespace) -> list[Tensor]:
-    """Returns q, k [n, H, D], v [n, G, D], g and beta [n, G]."""
+    """Returns q, k [n, H, K], v [n, G, V], g [n, G] or for kda [n, G, K], and except for ssd beta [n, G]."""
     generator = torch.Generator(DEVICE).manual_seed(1)
-    (heads, values), dim = args.heads, args.head_dim
+    (heads, values), (key, value) = args.heads, args.head_dim
     random = partial(torch.randn, device=DEVICE, generator=generator)
-    q, k, v = (random(n, h, dim, dtype=torch.bfloat16) for h in (heads, heads, values))
-    return [q, k, v, F.logsigmoid(random(n, values) + 2), torch.sigmoid(random(n, values)).bfloat16()]
+    sizes = (heads, key), (heads, key), (values, value)
+    q, k, v = (random(n, *size, dtype=torch.bfloat16) for size in sizes)
+    g = F.logsigmoid(random(n, values, *([key] if args.rule == "kda" else [])) + 2)
+    beta = torch.sigmoid(random(n, values)).bfloat16()
+    return [q, k, v, g] if args.rule == "ssd" else [q, k, v, g, beta]
 
 
 def convolution_inputs(n: int, args: argparse.Namespace) -> list[Tensor]:
     """Returns x [n, channels] and weight [channels, WIDTH]."""
     generator = torch.Generator(DEVICE).manual_seed(1)
-    channels = (2 * args.heads[0] + args.heads[1]) * args.head_dim
+    (heads, values), (key, value) = args.heads, args.head_dim
+    channels = 2 * heads * key + values * value
     random = partial(torch.randn, device=DEVICE, generator=generator, dtype=torch.bfloat16)
     return [random(n, channels), random(channels, WIDTH)]
 
 
 def draw(rows: Sequence[Mapping[str, str]], figure: Figure) -> None:
-    """Draws the time of the gated delta rule on each tree."""
+    """Draws the time of the newest row's recurrence on each tree."""
+    rows = [row for row in rows if row["rule"] == rows[-1]["rule"]]
     labels = {
         "tree": "titan_tree, the tree",
         "per path": "titan_tree, every path",
         "FLA, one chain": "FLA, a chain as long",
         "FLA, level by level": "FLA, level by level",
+        "mamba_ssm, one chain": "mamba_ssm, a chain as long",
     }
     trees = dict.fromkeys(row["tree"] for row in sorted(rows, key=lambda row: int(row["nodes"])))
     figure.set_size_inches(4 * len(trees), 3)
@@ -292,6 +332,6 @@ def draw(rows: Sequence[Mapping[str, str]], figure: Figure) -> None:
     panels[0][0].invert_yaxis()
     first = rows[0]
     figure.suptitle(
-        f"Gated delta rule, about {int(first['tokens']):,} tokens, {first['heads']} heads, head dim "
+        f"{TITLES[first['rule']]}, about {int(first['tokens']):,} tokens, {first['heads']} heads, head dim "
         f"{first['head_dim']}, bf16, {first['device']}, torch {first['torch']}"
     )
