@@ -1,5 +1,7 @@
 """The recurrences and their convolution on a GPU: extreme trees, precision in bf16, choice of backend."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch.nn.functional as F
 
 from tests.support.forests import leaves, path_of, predecessors, recurrent_layout
 from tests.support.layouts import random_nodes
-from titan_tree.components.recurrence import TreeGDN, TreeSSD, prepare_conv, tree_causal_conv1d
+from titan_tree.components.recurrence import TreeGDN, TreeKDA, TreeSSD, prepare_conv, tree_causal_conv1d
 from titan_tree.components.recurrence.reference import recurrence
 from titan_tree.errors import UserError
 
@@ -18,7 +20,10 @@ HOPPER = pytest.mark.skipif(
 
 
 def random_inputs(n, heads_k, heads, dim, dtype=torch.float32, seed=0, rule=TreeGDN):
-    """Returns q, k, v, g and, unless the rule is SSD, beta; and an upstream gradient."""
+    """Returns q, k, v, g and, unless the rule is SSD, beta; and an upstream gradient.
+
+    For KDA, channel 1 decays by exp(-20) per token.
+    """
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def randn(*shape):
@@ -26,6 +31,9 @@ def random_inputs(n, heads_k, heads, dim, dtype=torch.float32, seed=0, rule=Tree
 
     q, k, v, do = (randn(n, h, dim).to(dtype) for h in (heads_k, heads_k, heads, heads))
     g, beta = F.logsigmoid(randn(n, heads) + 2), torch.sigmoid(randn(n, heads)).to(dtype)
+    if rule is TreeKDA:
+        g = F.logsigmoid(randn(n, heads, dim) + 2)
+        g[..., 1] = -20
     inputs = (q, k, v, g) if rule is TreeSSD else (q, k, v, g, beta)
     return [x.requires_grad_() for x in inputs], do
 
@@ -53,7 +61,7 @@ def on_tree(before, backend="auto", rule=TreeGDN):
     return lambda *x: module(*x, layout)[0]
 
 
-RULES = [TreeGDN, TreeSSD]
+RULES = [TreeGDN, TreeKDA, TreeSSD]
 EXTREME = {
     "10,000 roots of one token": np.full(10_000, -1),
     "10,000 leaves of one token": np.array([-1, *range(70), *[70] * 10_000]),
@@ -72,8 +80,21 @@ def test_extreme_trees_equal_the_reference(name, rule):
     assert all(map(torch.equal, got, results(on_tree(before, rule=rule), inputs, do)))
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=HOPPER)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_kda_equals_the_reference(dim, dtype, tolerance):
+    before = predecessors(random_nodes(0, 12, 1, 200, roots=0.1))
+    inputs, do = random_inputs(len(before), 2, 2, dim, dtype, rule=TreeKDA)
+    got = results(on_tree(before, "triton", TreeKDA), inputs, do)
+    relative = errors(got, exact(inputs, do, before))
+    print("errors (o, dq, dk, dv, dg, dbeta):", [f"{x:.1e}" for x in relative])
+    assert max(relative) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("backend", "rule"),
+    [*product(["triton"], RULES), *(pytest.param("hopper", x, marks=HOPPER) for x in (TreeGDN, TreeSSD))],
+)
 def test_bf16_is_as_exact_as_path_by_path(backend, rule):
     """Errors against float64, summed over trees, are at most 1.2 times those of single paths."""
     mine = theirs = 0.0

@@ -41,12 +41,10 @@ CASES = {
 }  # fmt: skip
 SMALL_GATEWAY = RecurrenceForest(forest([-1, 0, -1], [3, 2, 2], {0: 1}), [2, 6], 2, 64, 1, 2, 16, 16)
 
-EVERYDAY = ("1-token nodes", "gdn"), ("two tokens", "gdn"), ("two tokens", "ssd")
-OTHERS = [(name, "ssd") for name in CASES if name not in ("two tokens", "gateway")]
-INTERPRETED = [
-    *slow_except(EVERYDAY, [*product(CASES, ["gdn"]), ("two tokens", "ssd"), ("gateway", "ssd")]),
-    *exhaustive(OTHERS, OTHERS),
-]
+EVERYDAY = ("1-token nodes", "gdn"), ("two tokens", "gdn"), ("two tokens", "kda"), ("two tokens", "ssd")
+SOME = [*product(CASES, ["gdn"]), *product(["two tokens", "gateway"], ["kda", "ssd"])]
+OTHERS = [case for case in product(CASES, ["kda", "ssd"]) if case not in SOME]
+INTERPRETED = [*slow_except(EVERYDAY, SOME), *exhaustive(OTHERS, OTHERS)]
 in_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles if there is a GPU")
 
 
@@ -59,7 +57,7 @@ def test_interpreted_kernels_equal_recurrence(name, rule):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rule", ["gdn", "ssd"])
+@pytest.mark.parametrize("rule", ["gdn", "kda", "ssd"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_equal_recurrence_on_a_gpu(name, dtype, tolerance, rule):
@@ -78,7 +76,7 @@ def test_reference_operator_equals_recurrence(name, rule):
 
 @in_interpreter
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", exhaustive(("gdn",), ("gdn", "ssd")))
+@pytest.mark.parametrize("rule", exhaustive(("gdn", "kda"), ("gdn", "kda", "ssd")))
 def test_a_sibling_changes_nothing(rule):
     """Other inputs of the second child's tokens 5 and 6 change no result of the other tokens in any bit."""
     case = recurrence_case(
@@ -91,6 +89,49 @@ def test_a_sibling_changes_nothing(rule):
     got = run_rule(case, "triton")
     assert not torch.equal(got[0], want[0])
     assert all(torch.equal(a[:5], b[:5]) for a, b in zip(got, want, strict=True))
+
+
+@in_interpreter
+@pytest.mark.slow
+def test_kda_reads_no_later_token():
+    """Other inputs of tokens 5 .. 8 change no output of tokens 0 .. 4, of the same chunk, in any bit."""
+    case = recurrence_case(RecurrenceForest(forest([-1], [9]), [], 0, 64, 1, 1, 16, 16), rule="kda")
+    x = [y.detach() for y in case.inputs]
+    changed = [torch.cat([y[:5], y[5:].flip(0) / 2]) for y in x]
+    want, got = (tree_recurrence("triton", *y, None, case.chunks, case.chains)[0] for y in (x, changed))
+    assert torch.equal(got[:5], want[:5])
+    assert not (got[5:] == want[5:]).any()
+
+
+@in_interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", exhaustive((0,), (0, 1)))
+def test_kda_with_equal_channels_is_gated_deltanet(factor):
+    """factor: of g; 0: nothing decays."""
+    case = recurrence_case(RecurrenceForest(forest([-1, 0], [66, 2]), [65], 0, 64, 1, 1, 16, 16))
+    case.inputs[3].data *= factor
+    want = run_rule(case, "triton")
+    g = case.inputs[3].detach()[..., None].repeat(1, 1, 16).requires_grad_()
+    got = run_rule(case._replace(inputs=[*case.inputs[:3], g, case.inputs[4]]), "triton")
+    got[5] = got[5].sum(-1)
+    assert_relative(got, [x.double() for x in want], 2e-6)
+
+
+@in_interpreter
+@pytest.mark.parametrize(
+    ("channels", "tolerance"),
+    [
+        pytest.param(True, 2e-6, marks=pytest.mark.slow),
+        pytest.param(False, 2e-5, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_kda_survives_decays_of_exp_minus_20(channels, tolerance):
+    """Half of the channels, or a fifth of all numbers, decay fast. The sum over a chunk is exact to 1e-4."""
+    case = recurrence_case(RecurrenceForest(forest([-1], [90]), [], 0, 64, 1, 1, 16, 16), rule="kda")
+    g = case.inputs[3].data
+    fast = torch.arange(g.shape[2]) % 2 == 0 if channels else torch.rand_like(g) < 0.2
+    g.copy_(torch.where(fast, -20.0, g / 20))
+    assert_relative(run_rule(case, "triton"), exact_rule(case), tolerance)
 
 
 def test_strided_inputs_and_one_gradient_alone():

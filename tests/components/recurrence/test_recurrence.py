@@ -161,8 +161,6 @@ def test_a_backend_asked_for_by_name_is_used_or_refused(monkeypatch):
         TreeGDN("triton")(*small, layout)
     with pytest.raises(UserError, match=r"backend 'triton' expected head dims .* got 5 and 3"):
         TreeGDN("triton")(*(x.detach().float() for x in small), layout)
-    with pytest.raises(UserError, match=r"backend 'triton' expected g \[N, G\], got a decay per channel"):
-        TreeKDA("triton")(*fitting[:3], fitting[0][:, [0, 0, 1, 1]], fitting[4], layout)
     monkeypatch.setattr(triton_kernels, "INTERPRET", False)
     with pytest.raises(UserError, match="backend 'triton' needs a CUDA device, got cpu"):
         TreeGDN("triton")(*fitting, layout)

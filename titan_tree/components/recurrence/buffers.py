@@ -47,7 +47,8 @@ class Saved(NamedTuple):
 
     slots: Tensor  # [L, G, V, K] fp32: the states that chains start from, and the exported ones
     inverse: Tensor  # [chunks, G, 64, 64] in the dtype of q: T of each chunk; [0] without the delta rule
-    numbers: Tensor  # [7 or 3, chunks + 1, G, 64] fp32: ``Factors``
+    # [7, chunks + 1, G, 64] fp32: ``Factors``; 3 of them without the delta rule, 0 with a decay per channel
+    numbers: Tensor
 
     @property
     def factors(self) -> Factors:
@@ -68,12 +69,11 @@ def empty_saved(q: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, chains: Ch
     """Returns an uninitialized ``Saved`` for inputs like these, see ``TreeGDN``."""
     # Sizes are read as shape[0]: len() would make torch.compile specialize on one size.
     num_chunks, num_slots, heads = chains.slot.shape[0], chains.first_child.shape[0] - 1, v.shape[1]
+    num_factors = 0 if g.ndim == 3 else 3 if beta is None else len(Factors._fields)
     return Saved(
         slots=v.new_empty(num_slots, heads, v.shape[2], q.shape[2], dtype=torch.float32),
         inverse=q.new_empty(0) if beta is None else q.new_empty(num_chunks, heads, CHUNK, CHUNK),
-        numbers=q.new_empty(
-            3 if beta is None else len(Factors._fields), num_chunks + 1, heads, CHUNK, dtype=torch.float32
-        ),
+        numbers=q.new_empty(num_factors, num_chunks + 1, heads, CHUNK, dtype=torch.float32),
     )
 
 

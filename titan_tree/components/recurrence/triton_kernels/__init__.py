@@ -1,29 +1,60 @@
-"""Backend "triton": Gated DeltaNet and Mamba-2's SSD in plain Triton, for any GPU, in bfloat16 and float32.
+"""Backend "triton": all rules in plain Triton, for any GPU, in bfloat16 and float32.
 
 Read ``forward_kernels.py``, then ``backward_kernels.py``, then ``launch.py``, which orders the launches.
+``kda_forward.py`` and ``kda_backward.py`` are the kernels for a decay per channel of the keys.
 Without a GPU, Triton's interpreter runs the kernels if TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from titan_tree.components.recurrence.buffers import empty_saved
-from titan_tree.components.recurrence.triton_kernels import launch
+from titan_tree.components.recurrence.buffers import Saved, empty_saved
+from titan_tree.components.recurrence.triton_kernels import kda_backward, kda_forward, launch
 from titan_tree.components.recurrence.triton_kernels.backward_kernels import input_gradients, state_gradients
 from titan_tree.components.recurrence.triton_kernels.forward_kernels import make_states, outputs
+from titan_tree.tree.chunks import Chains, Chunks
 
 __all__ = ["backward", "empty_saved", "forward", "is_automatic", "refusal"]
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 PASSES = launch.Passes(outputs, partial(make_states, leave=False), state_gradients, input_gradients)
-forward = partial(launch.forward, PASSES)  # see RecurrenceBackend
-backward = partial(launch.backward, PASSES)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, states: Tensor | None, chunks: Chunks,
+    chains: Chains,
+) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
+    """See ``RecurrenceBackend.forward``."""
+    return launch.forward(_passes(q, k, v, g, beta, chunks), q, k, v, g, beta, states, chunks, chains)
+
+
+def backward(
+    do: Tensor, dexported: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None,
+    states: Tensor | None, saved: Saved, chunks: Chunks, chains: Chains,
+) -> list[Tensor]:  # fmt: skip
+    """See ``RecurrenceBackend.backward``."""
+    passes = _passes(q, k, v, g, beta, chunks)
+    return launch.backward(passes, do, dexported, q, k, v, g, beta, states, saved, chunks, chains)
+
+
+def _passes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, chunks: Chunks) -> launch.Passes:
+    if g.ndim == 2:
+        return PASSES
+    assert beta is not None
+    prepared = kda_forward.prepare(q, k, v, g, beta, chunks)
+    functions: tuple[Callable[..., Any], ...] = (
+        kda_forward.outputs, kda_forward.make_states, kda_backward.state_gradients,
+        kda_backward.input_gradients, kda_forward.make_inverse, kda_forward.make_scores,
+    )  # fmt: skip
+    return launch.Passes._make(partial(function, prepared) for function in functions)
 
 
 def is_automatic(device: torch.device) -> bool:
@@ -35,8 +66,6 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> 
     """See ``RecurrenceBackend.refusal``."""
     if q.device.type != "cuda" and not INTERPRET:
         return f"needs a CUDA device, got {q.device}; use 'reference', or set TRITON_INTERPRET=1 to debug"
-    if g.ndim == 3:
-        return "expected g [N, G], got a decay per channel of the keys; use 'reference'"
     dtypes = {q.dtype, k.dtype, v.dtype}
     if dtypes not in ({torch.bfloat16}, {torch.float32}):
         return (

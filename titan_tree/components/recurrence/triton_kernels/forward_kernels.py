@@ -113,6 +113,32 @@ def load_new(
 
 
 @triton.jit
+def unit_inverse(a, at, C: tl.constexpr, INVERSE_PRECISION: tl.constexpr):
+    """(I + A)^-1 of a strictly lower triangular A [C, C], given with its transpose."""
+    t = tl.arange(0, C)
+    # The inverses of the 16 x 16 blocks on the diagonal of I + A: forward substitution in all blocks at once.
+    BLOCKS: tl.constexpr = C // 16
+    block, i16 = tl.arange(0, BLOCKS), tl.arange(0, 16)
+    same_block = block[:, None, None, None] == block[None, None, :, None]
+    blocks = tl.sum(tl.where(same_block, tl.reshape(at, [BLOCKS, 16, BLOCKS, 16]), 0.0), 2)  # [block, j, i]
+    one = tl.full([BLOCKS, 16, 16], 1.0, tl.float32)
+    x = tl.where(i16[None, :, None] == i16[None, None, :], one, 0.0)
+    for i in range(1, 16):
+        a_i = tl.sum(tl.where(i16[None, None, :] == i, blocks, 0.0), 2)  # row i of A in each block
+        x = tl.where(i16[None, :, None] == i, x - tl.sum(a_i[:, :, None] * x, 1)[:, None, :], x)
+    diagonal = tl.reshape(tl.where(same_block, x[:, :, None, :], 0.0), [C, C])
+
+    # (I + A)^-1 = (I + Z)^-1 D, with D the inverse of the block diagonal and Z = D times A off the block
+    # diagonal. With four blocks Z^4 = 0, so that (I + Z)^-1 = (I - Z) (I + Z^2).
+    tl.static_assert(BLOCKS == 4)
+    off = tl.where(t[:, None] // 16 > t[None, :] // 16, a, 0.0)
+    z = tl.dot(diagonal, off, input_precision=INVERSE_PRECISION)
+    zz = tl.dot(z, z, input_precision=INVERSE_PRECISION)
+    y = diagonal + tl.dot(zz, diagonal, input_precision=INVERSE_PRECISION)
+    return y - tl.dot(z, y, input_precision=INVERSE_PRECISION)
+
+
+@triton.jit
 def _gates_kernel(
     g_ptr, beta_ptr, total_ptr, chunk_beta_ptr, write_ptr, query_ptr, start_ptr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr,
@@ -169,26 +195,7 @@ def _inverse_kernel(
     a = decayed(kk * beta[:, None], total[:, None], total[None, :], t[:, None] > t[None, :])
     at = decayed(kk * beta[None, :], total[None, :], total[:, None], t[:, None] < t[None, :])
 
-    # The inverses of the 16 x 16 blocks on the diagonal of I + A: forward substitution in all blocks at once.
-    BLOCKS: tl.constexpr = C // 16
-    block, i16 = tl.arange(0, BLOCKS), tl.arange(0, 16)
-    same_block = block[:, None, None, None] == block[None, None, :, None]
-    blocks = tl.sum(tl.where(same_block, tl.reshape(at, [BLOCKS, 16, BLOCKS, 16]), 0.0), 2)  # [block, j, i]
-    one = tl.full([BLOCKS, 16, 16], 1.0, tl.float32)
-    x = tl.where(i16[None, :, None] == i16[None, None, :], one, 0.0)
-    for i in range(1, 16):
-        a_i = tl.sum(tl.where(i16[None, None, :] == i, blocks, 0.0), 2)  # row i of A in each block
-        x = tl.where(i16[None, :, None] == i, x - tl.sum(a_i[:, :, None] * x, 1)[:, None, :], x)
-    diagonal = tl.reshape(tl.where(same_block, x[:, :, None, :], 0.0), [C, C])
-
-    # (I + A)^-1 = (I + Z)^-1 D, with D the inverse of the block diagonal and Z = D times A off the block
-    # diagonal. With four blocks Z^4 = 0, so that (I + Z)^-1 = (I - Z) (I + Z^2).
-    tl.static_assert(BLOCKS == 4)
-    off = tl.where(t[:, None] // 16 > t[None, :] // 16, a, 0.0)
-    z = tl.dot(diagonal, off, input_precision=INVERSE_PRECISION)
-    zz = tl.dot(z, z, input_precision=INVERSE_PRECISION)
-    y = diagonal + tl.dot(zz, diagonal, input_precision=INVERSE_PRECISION)
-    inverse = (y - tl.dot(z, y, input_precision=INVERSE_PRECISION)) * beta[None, :]
+    inverse = unit_inverse(a, at, C, INVERSE_PRECISION) * beta[None, :]
     tl.store(
         inverse_ptr + index * C * C + t[:, None] * C + t[None, :], inverse.to(inverse_ptr.dtype.element_ty)
     )

@@ -1,6 +1,6 @@
 """The order of launches of a recurrence, shared by backends "triton" and "hopper".
 
-Both prepare chunks with the same Triton kernels. They differ in four functions, ``Passes``.
+They differ in ``Passes``. So do the rules with a decay per head and the one with a decay per channel.
 Without the delta rule, n is v and X is dv, so no kernel writes them.
 
 A round (``tree/chunks.py``) is all chains that can run at once. The forward pass runs rounds in order: a
@@ -25,7 +25,7 @@ from titan_tree.tree.chunks import Chains, Chunks
 
 
 class Passes(NamedTuple):
-    """The functions in which the backends differ."""
+    """The functions in which the backends and rules differ."""
 
     outputs: Callable[..., None]  # (q, k, v, scores, o, saved, chunks, chains): fills o and the slots
     # (k, v, state, new, saved, chunks, chains): a pass that fills S^T and n^T, from filled slots
@@ -35,6 +35,8 @@ class Passes(NamedTuple):
     state_gradients: Callable[..., Run]
     # (q, k, v, do, state, dstate, new, x, gradients, saved, chunks): fills gradients
     input_gradients: Callable[..., None]
+    prepare: Callable[..., None] = prepare_chunks  # (q, k, g, beta, v, saved, chunks): fills saved.inverse
+    scores: Callable[..., Tensor] = make_scores  # (q, k, v, saved, chunks, leave): returns P
 
 
 def forward(
@@ -52,10 +54,10 @@ def forward(
     if num_rows != expected:
         raise UserError(f"recurrence: the layout expected {expected} states from a gateway, got {num_rows}")
     saved = empty_saved(q, v, g, beta, chains)
-    prepare_chunks(q, k, g, beta, v, saved, chunks)
+    passes.prepare(q, k, g, beta, v, saved, chunks)
     if states is not None:
         saved.slots[:num_rows] = states.mT
-    scores, o = make_scores(q, k, v, saved, chunks, leave=True), torch.empty_like(v)
+    scores, o = passes.scores(q, k, v, saved, chunks, leave=True), torch.empty_like(v)
     passes.outputs(q, k, v, scores, o, saved, chunks, chains)
     return o, saved.slots.index_select(0, chains.exported).mT.contiguous(), saved
 
@@ -87,7 +89,7 @@ def backward(
             recompute(0, rounds[-1][0])
     else:
         recompute(0, rounds[-1][0])
-    scores = make_scores(q, k, v, saved, chunks, leave=False)
+    scores = passes.scores(q, k, v, saved, chunks, leave=False)
 
     dstate, x = empty_states(saved)
     if beta is None:

@@ -1,0 +1,281 @@
+"""Backward kernels of Kimi Delta Attention in Triton. ``kda_forward.py`` explains letters and levels.
+
+From dS', the gradient of a chunk's last state, and X = dv:
+
+    dn = P^T do + (exp(G_last - G) k) dS';   X = T^T dn
+    dS = Diag(exp(G_last)) dS' + (exp(G) q)^T do - (exp(G) k)^T X
+    dP_ij = do_i.n_j  (j <= i);   beta_i dA_ij = -X_i.n_j  (j < i)
+
+The gradients that pass through P and A are sums over levels, with the same factors as P and A themselves. At
+each level, a token is either in a left half or in a right half. In a left half, its key is a column of P and
+A. In a right half, its query and its key are rows. So a level is one product for P and one for A, with dP and
+dA mirrored at the diagonal.
+
+A program computes a part of the channels. Sums over all channels follow from the definitions of o, n and X:
+
+    dbeta_i = (X_i.n_i) / beta_i^2;   q_i.dq_i = o_i.do_i;   k_i.dk_i = 2 beta_i dbeta_i - X_i.v_i
+
+The last two are needed because q and k are normalized. Let dk_row_i be the part of dk_i where k_i is a row of
+A or exp(G) k S, and dk_column_i the rest. Then, for each channel,
+
+    dG_i = q_i dq_i + k_i dk_row_i - k_i dk_column_i
+
+The gradient of G_last also contains, for each channel, exp(G_last) times the product of S and dS', and what
+S' contributes to the sum of all k_i dk_column_i. At each level, rows and columns get the same rounded
+factors, so terms that cancel in exact arithmetic also cancel here.
+
+The kernels run in this order:
+
+    _slot_kernel             sums, per slot, the gradients of the chains that start from it
+    _state_gradient_kernel   chain after chain, from its end: dS' of each chunk, and X
+    _pair_gradient_kernel    all chunks at once: dP, dA, dv, dbeta, and q.dq and k.dk
+    _input_kernel            all chunks at once: dq, dk and dg
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan_tree.components.recurrence.buffers import Run, Saved, precision, sizes
+from titan_tree.components.recurrence.triton_kernels.forward_kernels import (
+    SMALLEST_BETA,
+    load_hidden,
+    stages,
+)
+from titan_tree.components.recurrence.triton_kernels.kda_forward import LEVELS, Prepared, level_decay
+from titan_tree.tree.chunks import Chains, Chunks
+
+# 1. Device code.
+
+
+@triton.jit(do_not_specialize=["first_chain"])
+def _state_gradient_kernel(
+    query_ptr, read_ptr, write_ptr, do_ptr, inverse_ptr, p_ptr, keep_ptr, dstate_ptr, x_ptr,
+    slot_gradient_ptr, start_gradient_ptr, first_ptr, end_ptr, source_ptr, slot_ptr, start_ptr, first_chain,
+    GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, RAW: tl.constexpr,
+):  # fmt: skip
+    """One chain from its end: dS'^T and X^T of each chunk, and the gradient of the state it starts from."""
+    index = tl.program_id(0)
+    V_BLOCKS: tl.constexpr = V // BLOCK_V
+    chain = first_chain + index // (G * V_BLOCKS)
+    head = (index // V_BLOCKS) % G
+    column = (index % V_BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
+    t, d = tl.arange(0, C), tl.arange(0, K)
+    state_tile = column[:, None] * K + d[None, :]
+    dstate = tl.zeros([BLOCK_V, K], dtype=tl.float32)
+    first, end = tl.load(first_ptr + chain), tl.load(end_ptr + chain)
+    keep = tl.load(keep_ptr + ((end - 1).to(tl.int64) * G + head) * K + d)
+    for i in tl.range(0, end - first, num_stages=STAGES):
+        chunk = end - 1 - i
+        row = chunk.to(tl.int64) * G + head
+        clamped = tl.maximum(chunk, first)
+        start = load_hidden(start_ptr + clamped, RAW)
+        is_token = (t < load_hidden(start_ptr + clamped + 1, RAW) - start)[:, None]
+        token = start.to(tl.int64) * G + head
+        key = token * K + (t[:, None] * (G * K) + d[None, :])
+        write = tl.load(write_ptr + key, mask=is_token, other=0.0)
+        value = token * V + (t[:, None] * (G * V) + column[None, :])
+        do = tl.load(do_ptr + value, mask=is_token, other=0.0)
+        p = tl.load(p_ptr + row * C * C + (t[:, None] * C + t[None, :]))
+        inverse = tl.load(inverse_ptr + row * C * C + (t[:, None] * C + t[None, :]))
+        query = tl.load(query_ptr + key, mask=is_token, other=0.0)
+        read = tl.load(read_ptr + key, mask=is_token, other=0.0)
+        slot = load_hidden(slot_ptr + clamped, RAW)
+        next_keep = tl.load(keep_ptr + (tl.maximum(chunk - 1, first).to(tl.int64) * G + head) * K + d)
+        if slot >= 0:
+            dstate += tl.load(slot_gradient_ptr + (slot.to(tl.int64) * G + head) * K * V + state_tile)
+        rounded = dstate.to(write.dtype)
+        tl.store(dstate_ptr + row * K * V + state_tile, rounded)
+        dnew = tl.dot(rounded, tl.trans(write), input_precision=PRECISION)
+        dnew = tl.dot(tl.trans(do), p, dnew, input_precision=PRECISION).to(inverse.dtype)
+        x = tl.dot(dnew, inverse, input_precision=PRECISION).to(read.dtype)
+        tl.store(x_ptr + row * C * V + (column[:, None] * C + t[None, :]), x)
+        dstate = tl.dot(tl.trans(do), query, dstate * keep[None, :], input_precision=PRECISION)
+        dstate = tl.dot(x, read, dstate, input_precision=PRECISION)
+        keep = next_keep
+    if tl.load(source_ptr + chain) >= 0:
+        tl.store(start_gradient_ptr + (chain.to(tl.int64) * G + head) * K * V + state_tile, dstate)
+
+
+@triton.jit
+def _pair_gradient_kernel(
+    query_ptr, v_ptr, beta_ptr, do_ptr, state_ptr, new_ptr, x_ptr, p_ptr, dp_ptr, da_ptr, q_dq_ptr, k_dk_ptr,
+    dv_ptr, dbeta_ptr, start_ptr,
+    GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dv and dbeta of one chunk and head, dP, and dA without beta; both mirrored at the diagonal."""
+    index = tl.program_id(0).to(tl.int64)
+    chunk, head = index // G, index % G
+    start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
+    t, d, column = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
+    is_token = t < end - start
+    token = start.to(tl.int64) * G + head
+    value = token * V + (t[None, :] * (G * V) + column[:, None])
+    new_tile = index * C * V + (column[:, None] * C + t[None, :])
+    pair = index * C * C + (t[:, None] * C + t[None, :])
+
+    x, new = tl.load(x_ptr + new_tile), tl.load(new_ptr + new_tile)
+    tl.store(dv_ptr + value, x.to(dv_ptr.dtype.element_ty), mask=is_token[None, :])
+    beta = tl.load(beta_ptr + token + t * G, mask=is_token, other=1.0).to(tl.float32)
+    beta = tl.where(beta == 0.0, SMALLEST_BETA, beta)
+    dbeta = tl.sum((x.to(tl.float32) / beta[None, :]) * (new.to(tl.float32) / beta[None, :]), 0)
+    tl.store(dbeta_ptr + token + t * G, dbeta.to(dbeta_ptr.dtype.element_ty), mask=is_token)
+    v = tl.load(v_ptr + value, mask=is_token[None, :], other=0.0)
+    x_v = tl.sum(v.to(tl.float32) * x.to(tl.float32), 0)
+    tl.store(k_dk_ptr + index * C + t, 2.0 * beta * dbeta - x_v)
+
+    is_row = t[:, None] >= t[None, :]
+    da = tl.dot(tl.trans(x), new, input_precision=PRECISION)
+    mirrored = tl.dot(tl.trans(new), x, input_precision=PRECISION)
+    tl.store(da_ptr + pair, tl.where(is_row, -da, -mirrored).to(da_ptr.dtype.element_ty))
+
+    do = tl.load(do_ptr + value, mask=is_token[None, :], other=0.0)
+    dp = tl.dot(tl.trans(do), new, input_precision=PRECISION)
+    mirrored = tl.dot(tl.trans(new), do, input_precision=PRECISION)
+    tl.store(dp_ptr + pair, tl.where(is_row, dp, mirrored).to(dp_ptr.dtype.element_ty))
+    q_dq = tl.sum(tl.load(p_ptr + pair).to(tl.float32) * dp, 1)
+    state = tl.load(state_ptr + index * K * V + (column[:, None] * K + d[None, :]))
+    dquery = tl.dot(tl.trans(do), state, input_precision=PRECISION)
+    key = token * K + (t[:, None] * (G * K) + d[None, :])
+    query = tl.load(query_ptr + key, mask=is_token[:, None], other=0.0).to(tl.float32)
+    tl.store(q_dq_ptr + index * C + t, q_dq + tl.sum(query * dquery, 1))
+
+
+@triton.jit
+def _input_kernel(
+    q_ptr, k_ptr, do_ptr, state_ptr, dstate_ptr, new_ptr, x_ptr, dp_ptr, da_ptr, q_dq_ptr, k_dk_ptr,
+    total_ptr, q_length_ptr, length_ptr, dq_ptr, dk_ptr, dg_ptr, start_ptr, scale,
+    GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq, dk and dg of one chunk, head and block of channels."""
+    index = tl.program_id(0).to(tl.int64)
+    chunk, head = index // G, index % G
+    start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
+    size, start = end - start, start.to(tl.int64)
+    t, column = tl.arange(0, C), tl.arange(0, V)
+    d = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    is_token = (t < size)[:, None]
+    key_base, key_tile = (
+        (start * (G // GROUP) + head // GROUP) * K,
+        t[:, None] * (G // GROUP * K) + d[None, :],
+    )
+    token = start * G + head
+    base, tile = token * K, t[:, None] * (G * K) + d[None, :]
+    total = tl.load(total_ptr + base + tile, mask=is_token, other=0.0)
+    last = tl.load(total_ptr + base + (size - 1) * (G * K) + d)
+    state_tile = index * K * V + (column[:, None] * K + d[None, :])
+    new_tile = index * C * V + (column[:, None] * C + t[None, :])
+    q_length, length = tl.load(q_length_ptr + index * C + t), tl.load(length_ptr + index * C + t)
+    q = tl.load(q_ptr + key_base + key_tile, mask=is_token, other=0.0).to(tl.float32) * q_length[:, None]
+    k = tl.load(k_ptr + key_base + key_tile, mask=is_token, other=0.0).to(tl.float32) * length[:, None]
+
+    # Through the states: dq and dk from the first one, dk from the last one.
+    state, dstate = tl.load(state_ptr + state_tile), tl.load(dstate_ptr + state_tile)
+    d_last = tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0) * tl.exp2(last)
+    new = tl.load(new_ptr + new_tile)
+    dk = tl.dot(tl.trans(new), dstate, input_precision=PRECISION)
+    dk *= tl.where(is_token, tl.exp2(last[None, :] - total), 0.0)
+    written = k * dk
+    value = token * V + (t[:, None] * (G * V) + column[None, :])
+    do = tl.load(do_ptr + value, mask=is_token, other=0.0)
+    gain = tl.exp2(total)
+    dq = tl.dot(do, state, input_precision=PRECISION) * gain
+    x = tl.load(x_ptr + new_tile)
+    read = tl.dot(tl.trans(x), state, input_precision=PRECISION) * gain
+    dtotal = q * scale * dq - k * read - written
+    dk -= read
+    d_last += tl.sum(written, 0)
+
+    # Through P and A.
+    pair = index * C * C + (t[:, None] * C + t[None, :])
+    dp, da = tl.load(dp_ptr + pair), tl.load(da_ptr + pair)
+    differ = t[:, None] ^ t[None, :]
+    self_dp = tl.sum(tl.where(differ == 0, dp.to(tl.float32), 0.0), 1)[:, None]
+    dq += self_dp * k
+    dk += self_dp * q * scale
+    for level in range(LEVELS):
+        decay = level_decay(total_ptr + base, total, t, d, level, size, G * K)
+        is_row = ((t >> level) & 1 == 1)[:, None]
+        meets = (differ >> level) == 1
+        key = (k * decay).to(dp.dtype)
+        mixed = tl.where(is_row, (q * scale * decay).to(dp.dtype), key)
+        from_p = tl.dot(tl.where(meets, dp, 0.0), mixed, input_precision=PRECISION)
+        from_a = tl.dot(tl.where(meets, da, 0.0), key, input_precision=PRECISION)
+        dq += tl.where(is_row, decay * from_p, 0.0)
+        dk += decay * (from_a + tl.where(is_row, 0.0, from_p))
+        both = mixed.to(tl.float32) * from_p + key.to(tl.float32) * from_a
+        dtotal += tl.where(is_row, both, -both)
+
+    dg = tl.cumsum(dtotal, 0, reverse=True) + d_last[None, :]
+    tl.store(dg_ptr + base + tile, dg.to(dg_ptr.dtype.element_ty), mask=is_token)
+    q_dq, k_dk = tl.load(q_dq_ptr + index * C + t), tl.load(k_dk_ptr + index * C + t)
+    dq = (scale * dq - q * q_dq[:, None]) * q_length[:, None]
+    tl.store(dq_ptr + base + tile, dq.to(dq_ptr.dtype.element_ty), mask=is_token)
+    dk = (dk - k * k_dk[:, None]) * length[:, None]
+    tl.store(dk_ptr + base + tile, dk.to(dk_ptr.dtype.element_ty), mask=is_token)
+
+
+# 2. Launches.
+
+
+def state_gradients(
+    prepared: Prepared, q: Tensor, k: Tensor, do: Tensor, scores: Tensor, dstate: Tensor, x: Tensor,
+    slot_gradient: Tensor, start_gradient: Tensor, saved: Saved, chunks: Chunks, chains: Chains,
+) -> Run:  # fmt: skip
+    """Returns a pass that fills ``dstate`` (dS'^T), ``x`` (X^T) and ``start_gradient`` of chains.
+
+    It reads the gradients of the chains' own slots.
+    """
+    block = min(do.shape[2], 64)
+
+    def run(first: int, end: int) -> None:
+        programs = (end - first) * do.shape[1] * (do.shape[2] // block)
+        _state_gradient_kernel[(programs,)](
+            prepared.query, prepared.read, prepared.write, do, saved.inverse, scores, prepared.keep,
+            dstate, x, slot_gradient, start_gradient, chains.first, chains.end, chains.source, chains.slot,
+            chunks.start, first, **sizes(q, do), BLOCK_V=block, PRECISION=precision(k),
+            STAGES=min(stages(k, programs), 2), RAW=k.is_cuda,
+        )  # fmt: skip
+
+    return run
+
+
+def input_gradients(
+    prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, do: Tensor, state: Tensor,
+    dstate: Tensor, new: Tensor, x: Tensor, gradients: tuple[Tensor, ...], saved: Saved, chunks: Chunks,
+) -> None:  # fmt: skip
+    """Fills the gradients dq and dk [N, G, K], dv, dg and dbeta."""
+    dq, dk, dv, dg, dbeta = gradients
+    constants, programs = sizes(q, v) | {"PRECISION": precision(q)}, len(state) * v.shape[1]
+    dp, da = torch.empty_like(saved.inverse), torch.empty_like(saved.inverse)
+    q_dq, k_dk = torch.empty_like(prepared.length), torch.empty_like(prepared.length)
+    _pair_gradient_kernel[(programs,)](
+        prepared.query,
+        v,
+        prepared.beta,
+        do,
+        state,
+        new,
+        x,
+        prepared.scores,
+        dp,
+        da,
+        q_dq,
+        k_dk,
+        dv,
+        dbeta,
+        chunks.start,
+        **constants,
+    )
+    block = min(q.shape[2], 64)
+    _input_kernel[(programs, q.shape[2] // block)](
+        q, k, do, state, dstate, new, x, dp, da, q_dq, k_dk, prepared.total, prepared.q_length,
+        prepared.length, dq, dk, dg, chunks.start, q.shape[2] ** -0.5, **constants, BLOCK_K=block,
+        num_warps=8, num_stages=1,
+    )  # fmt: skip
