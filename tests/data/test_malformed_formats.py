@@ -358,7 +358,11 @@ REFUSED = [
         {"messages": r'["\ud800"]'},
         r"messages \(JSON text\): \[0\]: .* got a lone surrogate in",
     ),
-    ("openai_chat", {"request": chat(ASK), "response": {}}, "response.choices: expected a non-empty list"),
+    (
+        "openai_chat",
+        {"request": chat(ASK), "response": {"error": {}}},
+        "response.choices: expected a non-empty list, got None; remove a failed call",
+    ),
     (
         "openai_responses",
         {"input": [{"type": "web_search_call"}]},

@@ -363,6 +363,18 @@ def test_bytes_and_token_ids_are_not_added(tmp_path):
         )
 
 
+def test_a_call_that_failed_is_left_out(tmp_path):
+    request = {"messages": [{"role": "user", "content": "q" * 98}]}
+    good = {"choices": [{"message": {"role": "assistant", "content": "a" * 8}}]}
+    calls = [{"request": request, "response": response} for response in (good, {"error": "limit"}, good)]
+    payload = payload_of(write_lines(tmp_path / "log.jsonl", calls))
+    assert (payload["totals"]["groups"], payload["totals"]["n_flat"]) == (1, 220)
+    assert payload["notes"][-1] == (
+        f"1 part could not be read, such as {tmp_path}/log.jsonl:2: response.choices: expected a non-empty "
+        "list, got None; remove a failed call."
+    )
+
+
 def test_lines_without_a_group_are_compared_with_one_tree(tmp_path):
     """A log of calls does not say which task a call belongs to."""
     prompt = {"role": "user", "content": "q" * 98}  # 100 bytes

@@ -40,7 +40,7 @@ class Sources:
 
     Attributes:
         skipped: what was left out, counted by kind.
-        problems: an error per file, or part of a file, that could not be read.
+        problems: an error per row, file, or rest of a file, that could not be read.
         warnings: what readers warn of, and in how many files.
 
     Raises:
@@ -74,17 +74,20 @@ class Sources:
             logger.propagate = True
 
     def groups(self, open_file: OpenFile = open_binary) -> Iterator[Group]:
-        """Yields the groups file after file. An error ends its file, and is added to ``problems``."""
+        """Yields the groups file after file. Errors are added to ``problems``; some end their file."""
         for file, is_searched in self._files:
             try:
                 format = self._format
                 if is_searched and format == AUTO and (format := _known_format(file)) == "":
                     self.skipped["file that no reader knows"] += 1
                     continue
-                records = read_records(file, format, open_file, self.skipped, skips_broken=True)
+                records = read_records(file, format, open_file, self.skipped, True, self._leave_out)
                 yield from group_records(records, {})
             except (UserError, OSError) as error:
-                self.problems.append(printable(str(error)))
+                self._leave_out(error)
+
+    def _leave_out(self, error: UserError | OSError) -> None:
+        self.problems.append(printable(str(error)))
 
 
 class _Counting(logging.Handler):

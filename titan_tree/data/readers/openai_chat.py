@@ -22,7 +22,7 @@ from titan_tree.data.readers.chat import (
 from titan_tree.data.readers.containers import first_rows
 from titan_tree.data.readers.row_reader import PAIR_COLUMNS, RowReader, expect
 from titan_tree.data.readers.text_rows import is_trl_log, log_fields
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, shorten
 
 ASKED = ("messages", "tools", "functions", "temperature", "continue_final_message", *REQUEST_FIELDS)
 
@@ -83,9 +83,10 @@ class OpenAIChatReader(RowReader):
     def _pair(self, row: Record) -> Record:
         request = expect(row["request"], dict, "request", "an object with messages")
         response = expect(row.get("response"), dict, "response", "an object with choices")
-        choices = expect(response.get("choices"), list, "response.choices", "a non-empty list")
-        if not choices:
-            raise UserError("response.choices: expected a non-empty list, got []")
+        choices = response.get("choices")
+        if not isinstance(choices, list) or not choices:
+            found = shorten(choices)
+            raise UserError(f"response.choices: expected a non-empty list, got {found}; remove a failed call")
         prompt = converted_messages(request.get("messages"), "request.messages")
         continues = request.get("continue_final_message") is True
         if prompt and prompt[-1].get("prefix") is not None:
