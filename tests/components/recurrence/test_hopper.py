@@ -41,6 +41,13 @@ CASES = {
 OTHERS = [(name, "ssd") for name in CASES if name != "star"]
 
 
+def emulate(monkeypatch):
+    """Lets the emulator run the Gluon kernels."""
+    for module, kernel in KERNELS:
+        monkeypatch.setattr(module, kernel, EmulatedKernel(getattr(module, kernel)))
+    monkeypatch.setattr(inputs_pass, "num_multiprocessors", lambda device: 3)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles if there is a GPU")
 @pytest.mark.parametrize(
@@ -52,15 +59,30 @@ def test_emulated_kernels_equal_recurrence(name, rule, monkeypatch):
     They are not hard: see ``recurrence_case``.
     """
     case = recurrence_case(CASES[name], torch.float16, hard=False, rule=rule)
-    for module, kernel in KERNELS:
-        monkeypatch.setattr(module, kernel, EmulatedKernel(getattr(module, kernel)))
-    monkeypatch.setattr(inputs_pass, "num_multiprocessors", lambda device: 3)
+    emulate(monkeypatch)
     torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
     try:
         got = run_rule(case, "hopper")
     finally:
         torch.use_deterministic_algorithms(False)
     assert_relative(got, exact_rule(case), 1e-3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles if there is a GPU")
+@pytest.mark.parametrize("rule", ["gdn", "ssd"])
+def test_a_sibling_changes_nothing(rule, monkeypatch):
+    """TMA fetches the second child's tokens with those of the first. Others there change no bit elsewhere."""
+    sizes = RecurrenceForest(forest([-1, 0, 0], [20, 17, 9]), [], 0, 64, 1, 2, 64, 64)
+    case = recurrence_case(sizes, torch.float16, hard=False, rule=rule)
+    case.upstream[0][37:] = 0  # so that the sibling sends no gradients to the tokens before it
+    emulate(monkeypatch)
+    want = run_rule(case, "hopper")
+    for x in case.inputs:
+        x.data[37:] = x.data[37:].flip(0) * 3
+    got = run_rule(case, "hopper")
+    assert not torch.equal(got[0], want[0])
+    assert all(torch.equal(a[:37], b[:37]) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.gpu
