@@ -182,9 +182,7 @@ def test_wrong_arguments_are_one_line(capsys):
     assert main(["bench", "pro"]) == 2
     assert "unknown benchmark 'pro'" in capsys.readouterr().err
     assert main(["bench", "live", "no.toml"]) == 2  # --config, which other commands have, is not named
-    assert (
-        capsys.readouterr().err == "titan-tree: error: no.toml: cannot be read: No such file or directory\n"
-    )
+    assert capsys.readouterr().err.startswith("titan-tree: error: unknown configuration file 'no.toml' (")
 
 
 @pytest.mark.parametrize("por", [0.2, 0.5, 0.6, 0.62, 0.8, 0.92])

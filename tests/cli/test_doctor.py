@@ -198,7 +198,7 @@ def test_the_tables_of_every_command_are_checked(capsys, monkeypatch, only):
 
 def test_a_configuration_file_that_is_missing_is_a_problem(capsys, only):
     only("configuration")
-    assert "no.toml: cannot be read" in problems(capsys, "--config", "no.toml")["configuration"]
+    assert "unknown configuration file 'no.toml'" in problems(capsys, "--config", "no.toml")["configuration"]
 
 
 def test_checkpoints_that_do_not_fit_on_the_disk_are_a_problem(capsys, monkeypatch, tmp_path, only):

@@ -269,7 +269,7 @@ def test_a_router_without_balance_needs_more(capsys):
         ([DEMO, "--gpus", "two"], "--gpus: expected an integer from 1 to 1,000,000, got 'two'"),
         ([DEMO, "--gpus", "1", "--groups", "-1"], "--groups: expected an integer"),
         ([DEMO, "--gpus", "1", "--gpu", "b300"], "--gpu: expected h200, h100 or a number of GiB"),
-        (["missing.toml", "--gpus", "1"], "missing.toml: cannot be read: No such file"),
+        (["missing.toml", "--gpus", "1"], "unknown configuration file 'missing.toml' (known: "),
         ([DEMO, "data.files=missing.jsonl", "--gpus", "1"], "missing.jsonl"),
         ([RL_DEMO, "--gpus", "1"], "rl_demo.toml: missing, without a default: data.files; set them"),
         ([DEMO, "--gpus", "1", "model.flavor=9B"], "unknown flavor of qwen3 '9B'"),

@@ -48,14 +48,26 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_name_without_a_suffix_is_that_of_a_packaged_configuration() -> None:
+def test_a_name_is_that_of_a_packaged_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_config("demo").folder == "outputs/demo"
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text(GOOD)
+    known = ", ".join(["mine.toml", *(path.stem for path in CONFIGS)])
+    for name, meant in (("demmo", "demo"), ("rl_demo.toml", "rl_demo"), ("mien.toml", "mine.toml")):
+        with pytest.raises(UserError) as error:
+            load_config(name)
+        assert str(error.value) == (
+            f"unknown configuration file {name!r}; did you mean {meant!r}? (known: {known})"
+        )
+
+
+def test_the_folder_of_a_run_names_its_configuration(file: Path) -> None:
+    folder = file.parent
+    file.rename(folder / "config.toml")
     with pytest.raises(UserError) as error:
-        load_config("demmo")
-    known = ", ".join(path.stem for path in CONFIGS)
-    assert str(error.value) == (
-        f"unknown file or packaged configuration 'demmo'; did you mean 'demo'? (known: {known})"
-    )
+        load_config(folder)
+    expected = f"cannot be read: Is a directory; did you mean {folder}/config.toml?"
+    assert str(error.value) == f"{folder}: {expected}"
 
 
 def test_arguments_override_the_file_and_the_file_overrides_defaults(file: Path) -> None:

@@ -159,6 +159,7 @@ def test_names_that_lead_to_no_file_are_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("fifo")
     (tmp_path / "t.csv").write_text("a,b\n")
+    (tmp_path / "my.toml").touch()
     os.symlink("nowhere", "broken")
     os.symlink("loop", "loop")
     reasons = {
@@ -184,6 +185,10 @@ def test_names_that_lead_to_no_file_are_one_line(tmp_path, monkeypatch):
         UserError, match=r"t\.csv: expected JSON Lines, JSON or Parquet, got a table as text; "
     ):
         read(["t.csv"])
+    with pytest.raises(
+        UserError, match=r"^my\.toml: expected data, got a configuration; give its data\.files$"
+    ):
+        read(["my.toml"])
 
 
 def test_a_name_that_is_not_unicode_is_read(tmp_path):

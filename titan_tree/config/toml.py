@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import json
 import math
+import os
 import re
 import tomllib
 from collections.abc import Collection, Iterator, Sequence
@@ -164,17 +165,18 @@ def find_config(path: str | Path) -> str | Path:
     A file of that name in the working directory comes first.
 
     Raises:
-        UserError: a name without a suffix that is neither.
+        UserError: a name that is neither.
     """
     name = str(path)
-    if "/" in name or Path(name).is_file():
+    packaged = PACKAGED / f"{name}.toml"
+    if "/" in name or os.path.isfile(name):
         return path
-    if (packaged := PACKAGED / f"{name}.toml").is_file():
+    if os.path.isfile(packaged):
         return packaged
-    if "." not in name:
-        known = sorted(file.stem for file in PACKAGED.glob("*.toml"))
-        raise unknown_name("file or packaged configuration", name, known)
-    return path
+    if os.path.exists(name):
+        return path
+    known = *sorted(map(str, Path().glob("*.toml"))), *sorted(file.stem for file in PACKAGED.glob("*.toml"))
+    raise unknown_name("configuration file", name, known)
 
 
 def _read_file(path: str | Path) -> Table:
@@ -182,7 +184,8 @@ def _read_file(path: str | Path) -> Table:
         with open(path, encoding="utf-8-sig", opener=regular) as file:
             return tomllib.loads(file.read())
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        hint = f"; did you mean {path}/config.toml?" if os.path.isfile(f"{path}/config.toml") else ""
+        raise UserError(f"{path}: cannot be read: {error.strerror}{hint}") from None
     except RecursionError:
         raise UserError(f"{path}: not valid TOML: brackets are nested too deeply") from None
     except UnicodeDecodeError as error:

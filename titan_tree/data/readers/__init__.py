@@ -207,6 +207,8 @@ def read_records(
             f"{file}: expected JSON Lines, JSON or Parquet, got a table as text; convert it, for example "
             "with pandas: read_csv(FILE).to_json('rows.jsonl', orient='records', lines=True)"
         )
+    if format == AUTO and file.endswith(".toml"):
+        raise UserError(f"{file}: expected data, got a configuration; give its data.files")
     source = Source(file, open_file, Counter() if skipped is None else skipped, skips_broken, refuse)
     place = None
     try:
