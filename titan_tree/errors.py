@@ -7,6 +7,8 @@ import re
 import reprlib
 from collections.abc import Iterable, Sequence
 
+SNAPSHOT = "a local Hugging Face snapshot"
+
 
 class UserError(ValueError):
     """An error that the user can fix. Its message is one line: what is wrong, where, and how to fix it.
@@ -100,7 +102,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    return UserError(f"unknown {kind} {name!r}{hint} (known: {', '.join(known)})")
+    return UserError(f"unknown {kind} {name!r}{hint} (known: {', '.join(known) or 'none'})")
 
 
 def encoding_hint(content: bytes) -> str:
@@ -112,14 +114,14 @@ def encoding_hint(content: bytes) -> str:
     return "; if it is Latin-1, convert it with iconv -f LATIN1 -t UTF-8"
 
 
-def missing_snapshot(folder: object) -> str:
+def missing_snapshot(folder: object, kind: str = SNAPSHOT) -> str:
     """Returns what is wrong with a missing folder, and how to download what has the name of a hub id."""
     name = str(folder)
     if os.path.isfile(name):
-        return "expected a local Hugging Face snapshot, got a file; name the folder that holds it"
+        return f"expected {kind}, got a file; name the folder that holds it"
     is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith(".")
     hint = f"; download it: hf download {name} --local-dir FOLDER, and name that folder" if is_id else ""
-    return f"no such folder; expected a local Hugging Face snapshot{hint}"
+    return f"no such folder; expected {kind}{hint}"
 
 
 def require_unicode(text: str, where: str) -> str:

@@ -88,6 +88,11 @@ def test_chat_refuses_what_is_no_model(tmp_path: Path, capsys: pytest.CaptureFix
         f"titan-tree: error: {tmp_path}: {expected} a folder without them",
         f"titan-tree: error: {tmp_path}/missing: {expected} no such folder",
     ]
+    (tmp_path / "adapter_config.json").touch()
+    assert main(["chat", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        f"titan-tree: error: {tmp_path}: {expected} an adapter; give the run that wrote it\n"
+    )
     (tmp_path / "config.toml").write_text('[model]\nflavor = "debug"\n[data]\nfiles = "demo"\n')
     assert main(["chat", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (

@@ -177,6 +177,14 @@ def test_quantised_weights_are_refused(tmp_path, dtype):
         load_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_a_device_that_the_machine_lacks_is_one_line(snapshot, device):
+    with pytest.raises(
+        UserError, match=f"^device: expected one of this machine, such as cpu, got {device}: "
+    ):
+        load_pretrained(snapshot, device=device)
+
+
 def test_a_sliding_window_that_no_layer_uses_is_accepted(snapshot):
     edit_config(snapshot, layer_types=..., use_sliding_window=True, sliding_window=8, max_window_layers=2)
     load_pretrained(snapshot)

@@ -363,6 +363,19 @@ def test_factors_with_wrong_numbers_are_refused(change: Any, message: str, tmp_p
     assert (module if "shape" in message else key) in str(caught.value)
 
 
+def test_a_folder_without_an_adapter_names_one_below(tmp_path: Path) -> None:
+    model = tree_model(hf_model(True))
+    missing, run = tmp_path / "missing", tmp_path / "run"
+    with pytest.raises(UserError, match=f"^{missing}: no such folder; expected an adapter of PEFT$"):
+        load_adapter(model, missing)
+    (run / "adapter").mkdir(parents=True)
+    (run / "adapter" / "adapter_config.json").touch()
+    with pytest.raises(UserError) as error:
+        load_adapter(model, run)
+    expected = f"no such file; expected an adapter of PEFT; did you mean {run}/adapter?"
+    assert str(error.value) == f"{run}/adapter_config.json: {expected}"
+
+
 def test_an_adapter_of_another_base_is_warned_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

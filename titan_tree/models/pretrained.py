@@ -44,9 +44,16 @@ def load_pretrained(
         implementation: "native": titan_tree's own model. "transformers": the layers of the library
             transformers. "auto": native if there is such a model.
     Raises:
-        UserError: a part of the snapshot is missing, unexpected, damaged or of another shape, or titan_tree
-            does not support the model.
+        UserError: a part of the snapshot is missing, unexpected, damaged or of another shape, titan_tree does
+            not support the model, or this machine has no such device.
     """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch raises both
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"device: expected one of this machine, such as cpu, got {device}: {reason}"
+        ) from None
     with torch.device("meta"):
         model = model_from_config(folder, dtype, attention, recurrence, implementation)
     load_weights(model, folder, device, whole_weights)

@@ -16,7 +16,7 @@ from titan_tree.config import Config
 from titan_tree.config.toml import load_any
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.errors import UserError
-from titan_tree.models.hf.snapshot_files import CONFIG
+from titan_tree.models.hf.snapshot_files import ADAPTER_CONFIG, CONFIG
 from titan_tree.models.pretrained import load_pretrained
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.run.build import build_tokenizer
@@ -52,6 +52,8 @@ class SavedModel:
         run = folder.parent.parent if CHECKPOINT.fullmatch(folder.name) else folder
         if not folder.is_dir() or not (run / "config.toml").is_file():
             found = "a folder without them" if folder.is_dir() else "no such folder"
+            if (folder / ADAPTER_CONFIG).is_file():
+                found = "an adapter; give the run that wrote it"
             raise UserError(
                 f"{path}: expected the folder of a run (config.toml), a checkpoint inside of one "
                 f"(checkpoints/step-N) or a snapshot ({CONFIG}), got {found}"

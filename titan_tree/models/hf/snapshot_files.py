@@ -14,9 +14,10 @@ from safetensors import SafetensorError, safe_open
 
 from titan_tree.config.files import regular
 from titan_tree.data.readers.strict_json import parse_json
-from titan_tree.errors import UserError, missing_snapshot, shorten
+from titan_tree.errors import SNAPSHOT, UserError, missing_snapshot, shorten
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"  # of PEFT
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # titan_tree's own file, for what the published formats have no place for. It is not a safetensors file,
 # because inference engines read all of those.
@@ -28,14 +29,14 @@ MAX_JSON_BYTES = 1 << 27  # an index of a million tensors is smaller
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file of a snapshot. Raises UserError if the file is missing or damaged."""
     if not os.path.isdir(path.parent):
-        raise UserError(f"{path.parent}: {missing_snapshot(path.parent)}")
+        raise UserError(f"{path.parent}: {missing_snapshot(path.parent, _kind(path))}")
     try:
         with open(path, "rb", opener=regular) as file:
             if (size := os.fstat(file.fileno()).st_size) > MAX_JSON_BYTES:
                 raise UserError(f"{path}: expected at most {MAX_JSON_BYTES:,} bytes of JSON, got {size:,}")
             content = parse_json(file.read(), str(path))
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; {_expected(path.parent)}") from None
+        raise UserError(f"{path}: no such file; {_expected(path)}") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     if not isinstance(content, dict):
@@ -43,13 +44,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _expected(folder: Path) -> str:
-    """Returns what to name in place of a folder without config.json."""
-    if (folder / "adapter_config.json").is_file():
+def _kind(path: Path) -> str:
+    return "an adapter of PEFT" if path.name == ADAPTER_CONFIG else SNAPSHOT
+
+
+def _expected(path: Path) -> str:
+    """Returns what to name in place of a folder without this file."""
+    if path.name == CONFIG and path.with_name(ADAPTER_CONFIG).is_file():
         return "this is an adapter: set lora.adapter to it, and model.hf_path to its base model"
-    found = sorted(folder.glob(f"*/{CONFIG}"))
+    found = sorted(path.parent.glob(f"*/{path.name}"))
     hint = f"; did you mean {found[0].parent}?" if found else ""
-    return f"expected a local Hugging Face snapshot{hint}"
+    return f"expected {_kind(path)}{hint}"
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from titan_tree.config.checks import positive_int, positive_number
 from titan_tree.errors import UserError, shorten
 from titan_tree.models.hf.names import model_name
 from titan_tree.models.hf.save import all_or_nothing, snapshot_prefix, write_tensors
-from titan_tree.models.hf.snapshot_files import open_weights, read_json, write_json
+from titan_tree.models.hf.snapshot_files import ADAPTER_CONFIG, open_weights, read_json, write_json
 from titan_tree.models.lora.adapters import adaptable, add_lora, is_expert, owner
 from titan_tree.models.lora.packed import pack, packed_projections, unpack
 from titan_tree.models.tree_model import TreeModel
@@ -35,7 +35,7 @@ from titan_tree.models.weights import WeightShards, whole_weights
 
 logger = logging.getLogger(__name__)
 
-ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER = "adapter_model.safetensors"
 WRAPPER = "base_model.model."  # how the names of all tensors begin
 TENSOR = re.compile(rf"{re.escape(WRAPPER)}(.+?)(\.base_layer)?\.lora_([AB])\.weight")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
