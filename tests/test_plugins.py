@@ -19,7 +19,7 @@ from tests.support.rl_runs import TINY, rows
 from titan_tree import Trainer, TreeTokenizer, plugins
 from titan_tree.cli import main
 from titan_tree.config.rl import RLRunConfig
-from titan_tree.config.toml import dump_config, load_config, load_tables
+from titan_tree.config.toml import dump_config, load_any, load_config, load_tables
 from titan_tree.data import demo
 from titan_tree.errors import UserError
 from titan_tree.plugins import import_plugins
@@ -136,6 +136,7 @@ WRONG_KINDS = {
     "data.advantage": ("advantage estimator", "__call__"),
     "partition.strategy": ("partition strategy", "__call__"),
     "optimizer.name": ("optimizer", "import_class, state_bytes"),
+    "rl.environment": ("environment", "episode"),
 }
 
 
@@ -143,7 +144,7 @@ WRONG_KINDS = {
 def test_a_value_of_the_wrong_kind_is_one_line(folder: Path, key: str, kind: str, missing: str) -> None:
     (folder / "own" / "parts.py").write_text("VALUE = 0.5\n")
     with pytest.raises(UserError) as error:
-        load_config("run.toml", [*RUN, f"{key}=own.parts:VALUE"])
+        load_any("run.toml", [*(RUN[:1] if key == "rl.environment" else RUN), f"{key}=own.parts:VALUE"])
     assert str(error.value) == (
         f"argument '{key}=own.parts:VALUE': {key}: own.parts:VALUE: expected a value of the kind {kind}, "
         f"got 0.5, which has no {missing}"

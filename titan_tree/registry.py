@@ -304,7 +304,9 @@ READERS: Registry[type[Reader]] = Registry(
 
 # Classes, or functions without arguments, that make the environments of reinforcement learning.
 ENVIRONMENTS: Registry[Callable[[], Environment]] = Registry(
-    "environment", {"desk": "titan_tree.rl.environment:Desk", "search": "titan_tree.rl.search:Search"}
+    "environment",
+    {"desk": "titan_tree.rl.environment:Desk", "search": "titan_tree.rl.search:Search"},
+    interface=("episode",),
 )
 
 OPTIMIZERS: Registry[OptimizerSpec] = Registry(

@@ -191,7 +191,9 @@ def test_command_runs_the_warm_start_and_then_rl(tmp_path: Path, capsys: pytest.
     assert [row["step"] for row in rows(tmp_path / "warm_start")] == ["1", "2"]  # the reward was high enough
     assert rows(tmp_path / "warm_start")[1]["validation_reward"] == "0.0"
     assert [row["step"] for row in rows(tmp_path)] == ["1", "2", "3"]
-    assert re.search(r"step 3/3  loss .*reward 0\.000", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert "warm start: ends early, once 3 sampled rollouts have a mean reward of 0\n" in out
+    assert re.search(r"step 3/3  loss .*reward 0\.000", out)
     first = rows(tmp_path)
     assert command.main(arguments) == 0  # nothing is left to do
     assert "nothing left to train" in capsys.readouterr().out

@@ -53,6 +53,10 @@ class WarmStart(EpisodeTrainer):
         return steps
 
     def train(self) -> None:
+        target, tasks = self.config.warm_start.reward, self.config.warm_start.measured_tasks
+        logger.info(
+            "warm start: ends early, once %d sampled rollouts have a mean reward of %g", tasks, target
+        )
         if step := self.progress.step:
             self.validate(step)  # again, because a checkpoint does not tell whether the reward was reached
         super().train()
