@@ -117,6 +117,10 @@ WRONG: list[tuple[str, str]] = [
         "lightning.loggers.gone:Log={}",
         "lightning.loggers: 'gone:Log' cannot be imported: No module named 'gone'",
     ),
+    (
+        "lightning.callbacks.EarlyStopping.monitor=gone",
+        "[lightning]: Early stopping conditioned on metric `gone` which is not available. Pass in",
+    ),
     ("lightning.logger=1", "unknown key 'lightning.logger'; did you mean 'lightning.loggers'?"),
 ]
 

@@ -60,7 +60,13 @@ def run(config: LightningRunConfig) -> None:
         unused = [key for key in UNUSED if _is_set(config, key)]
         if unused and rank() == 0:
             logger.warning("keys without effect in titan_tree.lightning: %s", ", ".join(unused))
-        trainer.fit(TreeLightningModule(config), TreeDataModule(config))
+        try:
+            trainer.fit(TreeLightningModule(config), TreeDataModule(config))
+        except (RuntimeError, L.utilities.exceptions.MisconfigurationException) as error:
+            # A callback that monitors an unknown metric; EarlyStopping raises the first of the two.
+            if isinstance(error, RuntimeError) and not str(error).startswith("Early stopping conditioned"):
+                raise
+            raise UserError(f"[lightning]: {' '.join(str(error).split())}") from None
         folder.close()
         dist.destroy_process_group()
 
