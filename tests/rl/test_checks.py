@@ -35,6 +35,10 @@ class Parrot:
         ([*SERVER, "data.replay=first"], "data.replay: expected 'off' for a model without experts"),
         (["rl.reference=/none"], "rl.reference: expected none, because the loss reads no ref_logprobs"),
         ([KL, "rl.reference=/none"], "rl.reference: expected the folder of a snapshot, got '/none'"),
+        (
+            ["loss.name=sft"],
+            "loss.name: expected a loss that reads the advantages of rollouts, such as 'grpo'",
+        ),
         (["loss.name=distill"], "rl.reference: expected the teacher's snapshot"),
         (["loss.options={clip: 1}"], "loss 'grpo': unknown option 'clip'"),
         (["loss.correction.level=max"], "loss.correction"),

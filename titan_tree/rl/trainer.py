@@ -394,7 +394,13 @@ def check_settings(config: RLRunConfig, sampler: Sampler | None = None) -> None:
             f"experts when it samples, got {config.data.replay!r}; set it to 'off', or set rl.server.url"
         )
     check_warmup(config.lr_scheduler.warmup_steps, config.training.steps or DEFAULT_STEPS)
-    check_reference(config, build_loss(config.loss))
+    loss = build_loss(config.loss)
+    if not loss.spec.reads_pairs:
+        raise UserError(
+            "loss.name: expected a loss that reads the advantages of rollouts, such as 'grpo', got "
+            f"{config.loss.name!r}, which ignores rewards"
+        )
+    check_reference(config, loss)
 
 
 def check_parallel(config: RLRunConfig, sampler: Sampler | None = None) -> None:
