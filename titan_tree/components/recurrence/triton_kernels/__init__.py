@@ -33,7 +33,11 @@ def forward(
     chains: Chains,
 ) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
     """See ``RecurrenceBackend.forward``."""
-    return launch.forward(_passes(q, k, v, g, beta, chunks), q, k, v, g, beta, states, chunks, chains)
+    if g.ndim == 2:
+        return launch.forward(PASSES, q, k, v, g, beta, states, chunks, chains)
+    assert beta is not None
+    passes = _kda_passes(kda_forward.empty_prepared(q, g, beta, chunks))
+    return launch.forward(passes, q, k, v, g, beta, states, chunks, chains)
 
 
 def backward(
@@ -41,18 +45,19 @@ def backward(
     states: Tensor | None, saved: Saved, chunks: Chunks, chains: Chains,
 ) -> list[Tensor]:  # fmt: skip
     """See ``RecurrenceBackend.backward``."""
-    passes = _passes(q, k, v, g, beta, chunks)
+    passes = PASSES
+    if g.ndim == 3:
+        assert beta is not None
+        prepared = kda_forward.empty_prepared(q, g, beta, chunks)
+        kda_forward.fill(prepared, q, k, g, v, None, chunks)
+        passes = _kda_passes(prepared)
     return launch.backward(passes, do, dexported, q, k, v, g, beta, states, saved, chunks, chains)
 
 
-def _passes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, chunks: Chunks) -> launch.Passes:
-    if g.ndim == 2:
-        return PASSES
-    assert beta is not None
-    prepared = kda_forward.prepare(q, k, v, g, beta, chunks)
+def _kda_passes(prepared: kda_forward.Prepared) -> launch.Passes:
     functions: tuple[Callable[..., Any], ...] = (
         kda_forward.outputs, kda_forward.make_states, kda_backward.state_gradients,
-        kda_backward.input_gradients, kda_forward.make_inverse, kda_forward.make_scores,
+        kda_backward.input_gradients, kda_forward.make_inverse, kda_forward.scores,
     )  # fmt: skip
     return launch.Passes._make(partial(function, prepared) for function in functions)
 

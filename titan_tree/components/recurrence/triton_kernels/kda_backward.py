@@ -45,7 +45,7 @@ from titan_tree.components.recurrence.triton_kernels.forward_kernels import (
     load_hidden,
     stages,
 )
-from titan_tree.components.recurrence.triton_kernels.kda_forward import LEVELS, Prepared, level_decay
+from titan_tree.components.recurrence.triton_kernels.kda_forward import LEVELS, Prepared, blocks, level_decay
 from titan_tree.tree.chunks import Chains, Chunks
 
 # 1. Device code.
@@ -76,14 +76,14 @@ def _state_gradient_kernel(
         start = load_hidden(start_ptr + clamped, RAW)
         is_token = (t < load_hidden(start_ptr + clamped + 1, RAW) - start)[:, None]
         token = start.to(tl.int64) * G + head
-        key = token * K + (t[:, None] * (G * K) + d[None, :])
-        write = tl.load(write_ptr + key, mask=is_token, other=0.0)
-        value = token * V + (t[:, None] * (G * V) + column[None, :])
-        do = tl.load(do_ptr + value, mask=is_token, other=0.0)
+        key = t[:, None] * (G * K) + d[None, :]
+        write = tl.load(write_ptr + token * K + key, mask=is_token, other=0.0)
+        value = t[:, None] * (G * V) + column[None, :]
+        do = tl.load(do_ptr + token * V + value, mask=is_token, other=0.0)
         p = tl.load(p_ptr + row * C * C + (t[:, None] * C + t[None, :]))
         inverse = tl.load(inverse_ptr + row * C * C + (t[:, None] * C + t[None, :]))
-        query = tl.load(query_ptr + key, mask=is_token, other=0.0)
-        read = tl.load(read_ptr + key, mask=is_token, other=0.0)
+        query = tl.load(query_ptr + token * K + key, mask=is_token, other=0.0)
+        read = tl.load(read_ptr + token * K + key, mask=is_token, other=0.0)
         slot = load_hidden(slot_ptr + clamped, RAW)
         next_keep = tl.load(keep_ptr + (tl.maximum(chunk - 1, first).to(tl.int64) * G + head) * K + d)
         if slot >= 0:
@@ -115,34 +115,34 @@ def _pair_gradient_kernel(
     t, d, column = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
     is_token = t < end - start
     token = start.to(tl.int64) * G + head
-    value = token * V + (t[None, :] * (G * V) + column[:, None])
-    new_tile = index * C * V + (column[:, None] * C + t[None, :])
-    pair = index * C * C + (t[:, None] * C + t[None, :])
+    value = t[None, :] * (G * V) + column[:, None]
+    new_tile = column[:, None] * C + t[None, :]
+    pair = t[:, None] * C + t[None, :]
 
-    x, new = tl.load(x_ptr + new_tile), tl.load(new_ptr + new_tile)
-    tl.store(dv_ptr + value, x.to(dv_ptr.dtype.element_ty), mask=is_token[None, :])
+    x, new = tl.load(x_ptr + index * C * V + new_tile), tl.load(new_ptr + index * C * V + new_tile)
+    tl.store(dv_ptr + token * V + value, x.to(dv_ptr.dtype.element_ty), mask=is_token[None, :])
     beta = tl.load(beta_ptr + token + t * G, mask=is_token, other=1.0).to(tl.float32)
     beta = tl.where(beta == 0.0, SMALLEST_BETA, beta)
     dbeta = tl.sum((x.to(tl.float32) / beta[None, :]) * (new.to(tl.float32) / beta[None, :]), 0)
     tl.store(dbeta_ptr + token + t * G, dbeta.to(dbeta_ptr.dtype.element_ty), mask=is_token)
-    v = tl.load(v_ptr + value, mask=is_token[None, :], other=0.0)
+    v = tl.load(v_ptr + token * V + value, mask=is_token[None, :], other=0.0)
     x_v = tl.sum(v.to(tl.float32) * x.to(tl.float32), 0)
     tl.store(k_dk_ptr + index * C + t, 2.0 * beta * dbeta - x_v)
 
     is_row = t[:, None] >= t[None, :]
     da = tl.dot(tl.trans(x), new, input_precision=PRECISION)
     mirrored = tl.dot(tl.trans(new), x, input_precision=PRECISION)
-    tl.store(da_ptr + pair, tl.where(is_row, -da, -mirrored).to(da_ptr.dtype.element_ty))
+    tl.store(da_ptr + index * C * C + pair, tl.where(is_row, -da, -mirrored).to(da_ptr.dtype.element_ty))
 
-    do = tl.load(do_ptr + value, mask=is_token[None, :], other=0.0)
+    do = tl.load(do_ptr + token * V + value, mask=is_token[None, :], other=0.0)
     dp = tl.dot(tl.trans(do), new, input_precision=PRECISION)
     mirrored = tl.dot(tl.trans(new), do, input_precision=PRECISION)
-    tl.store(dp_ptr + pair, tl.where(is_row, dp, mirrored).to(dp_ptr.dtype.element_ty))
-    q_dq = tl.sum(tl.load(p_ptr + pair).to(tl.float32) * dp, 1)
+    tl.store(dp_ptr + index * C * C + pair, tl.where(is_row, dp, mirrored).to(dp_ptr.dtype.element_ty))
+    q_dq = tl.sum(tl.load(p_ptr + index * C * C + pair).to(tl.float32) * dp, 1)
     state = tl.load(state_ptr + index * K * V + (column[:, None] * K + d[None, :]))
     dquery = tl.dot(tl.trans(do), state, input_precision=PRECISION)
-    key = token * K + (t[:, None] * (G * K) + d[None, :])
-    query = tl.load(query_ptr + key, mask=is_token[:, None], other=0.0).to(tl.float32)
+    key = t[:, None] * (G * K) + d[None, :]
+    query = tl.load(query_ptr + token * K + key, mask=is_token[:, None], other=0.0).to(tl.float32)
     tl.store(q_dq_ptr + index * C + t, q_dq + tl.sum(query * dquery, 1))
 
 
@@ -153,72 +153,78 @@ def _input_kernel(
     GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk and dg of one chunk, head and block of channels."""
+    """dq, dk and dg of one chunk and head."""
     index = tl.program_id(0).to(tl.int64)
     chunk, head = index // G, index % G
     start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
     size, start = end - start, start.to(tl.int64)
     t, column = tl.arange(0, C), tl.arange(0, V)
-    d = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    is_token = (t < size)[:, None]
-    key_base, key_tile = (
-        (start * (G // GROUP) + head // GROUP) * K,
-        t[:, None] * (G // GROUP * K) + d[None, :],
-    )
-    token = start * G + head
-    base, tile = token * K, t[:, None] * (G * K) + d[None, :]
-    total = tl.load(total_ptr + base + tile, mask=is_token, other=0.0)
-    last = tl.load(total_ptr + base + (size - 1) * (G * K) + d)
-    state_tile = index * K * V + (column[:, None] * K + d[None, :])
-    new_tile = index * C * V + (column[:, None] * C + t[None, :])
-    q_length, length = tl.load(q_length_ptr + index * C + t), tl.load(length_ptr + index * C + t)
-    q = tl.load(q_ptr + key_base + key_tile, mask=is_token, other=0.0).to(tl.float32) * q_length[:, None]
-    k = tl.load(k_ptr + key_base + key_tile, mask=is_token, other=0.0).to(tl.float32) * length[:, None]
+    is_token, token = (t < size)[:, None], start * G + head
+    key_base = (start * (G // GROUP) + head // GROUP) * K
+    total_ptr += token * K
+    pair, differ = t[:, None] * C + t[None, :], t[:, None] ^ t[None, :]
+    new_tile = column[:, None] * C + t[None, :]
+    value_tile = t[:, None] * (G * V) + column[None, :]
+    q_length = tl.load(q_length_ptr + index * C + t)[:, None]
+    length = tl.load(length_ptr + index * C + t)[:, None]
+    q_dq = tl.load(q_dq_ptr + index * C + t)[:, None]
+    k_dk = tl.load(k_dk_ptr + index * C + t)[:, None]
 
-    # Through the states: dq and dk from the first one, dk from the last one.
-    state, dstate = tl.load(state_ptr + state_tile), tl.load(dstate_ptr + state_tile)
-    d_last = tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0) * tl.exp2(last)
-    new = tl.load(new_ptr + new_tile)
-    dk = tl.dot(tl.trans(new), dstate, input_precision=PRECISION)
-    dk *= tl.where(is_token, tl.exp2(last[None, :] - total), 0.0)
-    written = k * dk
-    value = token * V + (t[:, None] * (G * V) + column[None, :])
-    do = tl.load(do_ptr + value, mask=is_token, other=0.0)
-    gain = tl.exp2(total)
-    dq = tl.dot(do, state, input_precision=PRECISION) * gain
-    x = tl.load(x_ptr + new_tile)
-    read = tl.dot(tl.trans(x), state, input_precision=PRECISION) * gain
-    dtotal = q * scale * dq - k * read - written
-    dk -= read
-    d_last += tl.sum(written, 0)
+    for block in range(K // BLOCK_K):
+        d = block * BLOCK_K + tl.arange(0, BLOCK_K)
+        key_tile = t[:, None] * (G // GROUP * K) + d[None, :]
+        tile = t[:, None] * (G * K) + d[None, :]
+        total = tl.load(total_ptr + tile, mask=is_token, other=0.0)
+        q = tl.load(q_ptr + key_base + key_tile, mask=is_token, other=0.0).to(tl.float32) * q_length
+        k = tl.load(k_ptr + key_base + key_tile, mask=is_token, other=0.0).to(tl.float32) * length
 
-    # Through P and A.
-    pair = index * C * C + (t[:, None] * C + t[None, :])
-    dp, da = tl.load(dp_ptr + pair), tl.load(da_ptr + pair)
-    differ = t[:, None] ^ t[None, :]
-    self_dp = tl.sum(tl.where(differ == 0, dp.to(tl.float32), 0.0), 1)[:, None]
-    dq += self_dp * k
-    dk += self_dp * q * scale
-    for level in range(LEVELS):
-        decay = level_decay(total_ptr + base, total, t, d, level, size, G * K)
-        is_row = ((t >> level) & 1 == 1)[:, None]
-        meets = (differ >> level) == 1
-        key = (k * decay).to(dp.dtype)
-        mixed = tl.where(is_row, (q * scale * decay).to(dp.dtype), key)
-        from_p = tl.dot(tl.where(meets, dp, 0.0), mixed, input_precision=PRECISION)
-        from_a = tl.dot(tl.where(meets, da, 0.0), key, input_precision=PRECISION)
-        dq += tl.where(is_row, decay * from_p, 0.0)
-        dk += decay * (from_a + tl.where(is_row, 0.0, from_p))
-        both = mixed.to(tl.float32) * from_p + key.to(tl.float32) * from_a
-        dtotal += tl.where(is_row, both, -both)
+        # Through P and A.
+        dp = tl.load(dp_ptr + index * C * C + pair)
+        da = tl.load(da_ptr + index * C * C + pair)
+        self_dp = tl.sum(tl.where(differ == 0, dp.to(tl.float32), 0.0), 1)[:, None]
+        dq, dk = self_dp * k, self_dp * q * scale
+        dtotal = tl.zeros([C, BLOCK_K], tl.float32)
+        for level in range(LEVELS):
+            decay = level_decay(total_ptr, total, t, d, level, size, G * K)
+            is_row = ((t >> level) & 1 == 1)[:, None]
+            meets = (differ >> level) == 1
+            key = (k * decay).to(dp.dtype)
+            mixed = tl.where(is_row, (q * scale * decay).to(dp.dtype), key)
+            from_p = tl.dot(tl.where(meets, dp, 0.0), mixed, input_precision=PRECISION)
+            from_a = tl.dot(tl.where(meets, da, 0.0), key, input_precision=PRECISION)
+            dq += tl.where(is_row, decay * from_p, 0.0)
+            dk += decay * (from_a + tl.where(is_row, 0.0, from_p))
+            both = mixed.to(tl.float32) * from_p + key.to(tl.float32) * from_a
+            dtotal += tl.where(is_row, both, -both)
 
-    dg = tl.cumsum(dtotal, 0, reverse=True) + d_last[None, :]
-    tl.store(dg_ptr + base + tile, dg.to(dg_ptr.dtype.element_ty), mask=is_token)
-    q_dq, k_dk = tl.load(q_dq_ptr + index * C + t), tl.load(k_dk_ptr + index * C + t)
-    dq = (scale * dq - q * q_dq[:, None]) * q_length[:, None]
-    tl.store(dq_ptr + base + tile, dq.to(dq_ptr.dtype.element_ty), mask=is_token)
-    dk = (dk - k * k_dk[:, None]) * length[:, None]
-    tl.store(dk_ptr + base + tile, dk.to(dk_ptr.dtype.element_ty), mask=is_token)
+        # Through the chunk's first state, and through its last one.
+        gain = tl.exp2(total)
+        state_tile = column[:, None] * K + d[None, :]
+        state = tl.load(state_ptr + index * K * V + state_tile)
+        do = tl.load(do_ptr + token * V + value_tile, mask=is_token, other=0.0)
+        from_state = tl.dot(do, state, input_precision=PRECISION) * gain
+        dq += from_state
+        dtotal += q * scale * from_state
+        x = tl.load(x_ptr + index * C * V + new_tile)
+        from_state = tl.dot(tl.trans(x), state, input_precision=PRECISION) * gain
+        dk -= from_state
+        dtotal -= k * from_state
+        new = tl.load(new_ptr + index * C * V + new_tile)
+        dstate = tl.load(dstate_ptr + index * K * V + state_tile)
+        last = tl.load(total_ptr + (size - 1) * (G * K) + d)
+        written = tl.dot(tl.trans(new), dstate, input_precision=PRECISION)
+        written *= tl.where(is_token, tl.exp2(last[None, :] - total), 0.0)
+        dk += written
+        written *= k
+        dtotal -= written
+        d_last = tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0) * tl.exp2(last)
+        dg = tl.cumsum(dtotal, 0, reverse=True) + (d_last + tl.sum(written, 0))[None, :]
+        tl.store(dg_ptr + token * K + tile, dg.to(dg_ptr.dtype.element_ty), mask=is_token)
+
+        dq = (scale * dq - q * q_dq) * q_length
+        tl.store(dq_ptr + token * K + tile, dq.to(dq_ptr.dtype.element_ty), mask=is_token)
+        dk = (dk - k * k_dk) * length
+        tl.store(dk_ptr + token * K + tile, dk.to(dk_ptr.dtype.element_ty), mask=is_token)
 
 
 # 2. Launches.
@@ -256,26 +262,10 @@ def input_gradients(
     dp, da = torch.empty_like(saved.inverse), torch.empty_like(saved.inverse)
     q_dq, k_dk = torch.empty_like(prepared.length), torch.empty_like(prepared.length)
     _pair_gradient_kernel[(programs,)](
-        prepared.query,
-        v,
-        prepared.beta,
-        do,
-        state,
-        new,
-        x,
-        prepared.scores,
-        dp,
-        da,
-        q_dq,
-        k_dk,
-        dv,
-        dbeta,
-        chunks.start,
-        **constants,
-    )
-    block = min(q.shape[2], 64)
-    _input_kernel[(programs, q.shape[2] // block)](
+        prepared.query, v, prepared.beta, do, state, new, x, prepared.scores, dp, da, q_dq, k_dk, dv, dbeta,
+        chunks.start, **constants, num_warps=8,
+    )  # fmt: skip
+    _input_kernel[(programs,)](
         q, k, do, state, dstate, new, x, dp, da, q_dq, k_dk, prepared.total, prepared.q_length,
-        prepared.length, dq, dk, dg, chunks.start, q.shape[2] ** -0.5, **constants, BLOCK_K=block,
-        num_warps=8, num_stages=1,
+        prepared.length, dq, dk, dg, chunks.start, q.shape[2] ** -0.5, **constants, **blocks(q),
     )  # fmt: skip

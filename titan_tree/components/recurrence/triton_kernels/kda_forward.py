@@ -19,12 +19,11 @@ one product for A and one for P, of which the pairs that meet at this level are 
 
 The kernels run in this order:
 
-    _keys_kernel     all chunks at once: G, and the keys and queries with their decays
-    _pairs_kernel    all chunks at once: T and P
-    _state_kernel    chain after chain: S at the start of each chunk, and n
-    _output_kernel   all chunks at once: o
+    _prepare_kernel   all chunks at once: G, the keys and queries with their decays, P and T
+    _state_kernel     chain after chain: S at the start of each chunk, and n
+    _output_kernel    all chunks at once: o
 
-The backward pass runs the first two again, because their results would need more memory than the inputs.
+The backward pass prepares all but T again, because this would need more memory than the inputs.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ LEVELS = tl.constexpr(CHUNK.bit_length() - 1)
 
 
 class Prepared(NamedTuple):
-    """What is computed for all chunks at once, before the serial pass: [N, G, K], unless stated otherwise."""
+    """What ``fill`` computes for all chunks at once: [N, G, K], unless stated otherwise."""
 
     total: Tensor  # G in base 2, fp32
     query: Tensor  # exp(G) q, in the dtype of q, as are the next two
@@ -60,7 +59,7 @@ class Prepared(NamedTuple):
     keep: Tensor  # [chunks, G, K] fp32: exp(G_last)
     q_length: Tensor  # [chunks, G, 64] fp32: 1 / |q|
     length: Tensor  # [chunks, G, 64] fp32: 1 / |k|
-    scores: Tensor  # [chunks, G, 64, 64]: P, 0 past a chunk's last token; ``make_scores`` fills it
+    scores: Tensor  # [chunks, G, 64, 64] in the dtype of q: P, 0 past a chunk's last token
     beta: Tensor  # [N, G]: the input
 
 
@@ -78,90 +77,69 @@ def level_decay(total_ptr, total, t, d, level, size, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def _keys_kernel(
-    q_ptr, k_ptr, g_ptr, total_ptr, query_ptr, read_ptr, write_ptr, keep_ptr, q_length_ptr, length_ptr,
-    start_ptr, scale,
+def _prepare_kernel(
+    q_ptr, k_ptr, g_ptr, beta_ptr, total_ptr, query_ptr, read_ptr, write_ptr, keep_ptr, q_length_ptr,
+    length_ptr, p_ptr, inverse_ptr, start_ptr, scale,
     GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, INVERSE_PRECISION: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """``Keys`` of one chunk and head."""
-    index = tl.program_id(0).to(tl.int64)
-    chunk, head = index // G, index % G
-    start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
-    t, d = tl.arange(0, C), tl.arange(0, K)
-    is_token = (t < end - start)[:, None]
-    start = start.to(tl.int64)
-    key_base, key_tile = (
-        (start * (G // GROUP) + head // GROUP) * K,
-        t[:, None] * (G // GROUP * K) + d[None, :],
-    )
-    base, tile = (start * G + head) * K, t[:, None] * (G * K) + d[None, :]
-    g = tl.load(g_ptr + base + tile, mask=is_token, other=0.0).to(tl.float32)
-    total = tl.cumsum(g * LOG2_E, 0)
-    tl.store(total_ptr + base + tile, total, mask=is_token)
-    last = tl.sum(tl.where(t[:, None] == C - 1, total, 0.0), 0)
-    tl.store(keep_ptr + index * K + d, tl.exp2(last))
-    gain = tl.exp2(total)
-
-    q = tl.load(q_ptr + key_base + key_tile, mask=is_token, other=0.0).to(tl.float32)
-    q_length = inverse_length(q)
-    tl.store(q_length_ptr + index * C + t, q_length)
-    query = q * (scale * q_length)[:, None] * gain
-    tl.store(query_ptr + base + tile, query.to(query_ptr.dtype.element_ty), mask=is_token)
-    k = tl.load(k_ptr + key_base + key_tile, mask=is_token, other=0.0).to(tl.float32)
-    length = inverse_length(k)
-    tl.store(length_ptr + index * C + t, length)
-    k *= length[:, None]
-    tl.store(read_ptr + base + tile, (-gain * k).to(read_ptr.dtype.element_ty), mask=is_token)
-    write = tl.exp2(last[None, :] - total) * k
-    tl.store(write_ptr + base + tile, write.to(write_ptr.dtype.element_ty), mask=is_token)
-
-
-@triton.jit
-def _pairs_kernel(
-    q_ptr, k_ptr, beta_ptr, total_ptr, q_length_ptr, length_ptr, inverse_ptr, p_ptr, start_ptr, scale,
-    GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr, INVERSE_PRECISION: tl.constexpr, INVERSE: tl.constexpr,
-):  # fmt: skip
-    """P of one chunk and head. INVERSE: also T."""
+    """``Prepared`` of one chunk and head. INVERSE: also T."""
     index = tl.program_id(0).to(tl.int64)
     chunk, head = index // G, index % G
     start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
     size, start = end - start, start.to(tl.int64)
-    t, d = tl.arange(0, C), tl.arange(0, K)
-    is_token = (t < size)[:, None]
-    key_base, key_tile = (
-        (start * (G // GROUP) + head // GROUP) * K,
-        t[:, None] * (G // GROUP * K) + d[None, :],
-    )
-    total_ptr += (start * G + head) * K
-    total = tl.load(total_ptr + (t[:, None] * (G * K) + d[None, :]), mask=is_token, other=0.0)
-    q = tl.load(q_ptr + key_base + key_tile, mask=is_token, other=0.0)
-    k = tl.load(k_ptr + key_base + key_tile, mask=is_token, other=0.0)
-    q_length = tl.load(q_length_ptr + index * C + t)[:, None] * scale
-    length = tl.load(length_ptr + index * C + t)[:, None]
+    t = tl.arange(0, C)
+    is_token, token = (t < size)[:, None], start * G + head
+    q_ptr += (start * (G // GROUP) + head // GROUP) * K
+    k_ptr += (start * (G // GROUP) + head // GROUP) * K
+    total_ptr += token * K
+    key_rows = t[:, None] * (G // GROUP * K)
+    whole = key_rows + tl.arange(0, K)[None, :]
+    q_length = inverse_length(tl.load(q_ptr + whole, mask=is_token, other=0.0))
+    length = inverse_length(tl.load(k_ptr + whole, mask=is_token, other=0.0))
+    tl.store(q_length_ptr + index * C + t, q_length)
+    tl.store(length_ptr + index * C + t, length)
 
     differ = t[:, None] ^ t[None, :]
-    products = tl.sum(q.to(tl.float32) * q_length * k.to(tl.float32) * length, 1)
-    p = tl.where(differ == 0, products[:, None], 0.0)
-    kk = tl.zeros([C, C], tl.float32)  # symmetric: A without beta, and its transpose
-    for level in range(LEVELS):
-        decay = level_decay(total_ptr, total, t, d, level, size, G * K)
-        column = (k.to(tl.float32) * (length * decay)).to(k.dtype)
-        row = (q.to(tl.float32) * (q_length * decay)).to(k.dtype)
-        meets = (differ >> level) == 1
-        product = tl.dot(row, tl.trans(column), input_precision=PRECISION)
-        p = tl.where(meets & (t[:, None] > t[None, :]), product, p)
-        if INVERSE:
-            kk = tl.where(meets, tl.dot(column, tl.trans(column), input_precision=PRECISION), kk)
-    pair = index * C * C + (t[:, None] * C + t[None, :])
-    tl.store(p_ptr + pair, p.to(p_ptr.dtype.element_ty))
+    p, kk = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)  # kk is symmetric: A without beta
+    for block in range(K // BLOCK_K):
+        d = block * BLOCK_K + tl.arange(0, BLOCK_K)
+        tile = t[:, None] * (G * K) + d[None, :]
+        total = tl.cumsum(
+            tl.load(g_ptr + token * K + tile, mask=is_token, other=0.0).to(tl.float32) * LOG2_E, 0
+        )
+        tl.store(total_ptr + tile, total, mask=is_token)
+        tl.debug_barrier()  # ``level_decay`` reads what other threads store here
+        last = tl.sum(tl.where(t[:, None] == C - 1, total, 0.0), 0)
+        tl.store(keep_ptr + index * K + d, tl.exp2(last))
+        key_tile = key_rows + d[None, :]
+        gain = tl.exp2(total)
+        q = tl.load(q_ptr + key_tile, mask=is_token, other=0.0).to(tl.float32) * (q_length * scale)[:, None]
+        tl.store(query_ptr + token * K + tile, (q * gain).to(query_ptr.dtype.element_ty), mask=is_token)
+        k = tl.load(k_ptr + key_tile, mask=is_token, other=0.0).to(tl.float32) * length[:, None]
+        tl.store(read_ptr + token * K + tile, (-gain * k).to(read_ptr.dtype.element_ty), mask=is_token)
+        write = tl.exp2(last[None, :] - total) * k
+        tl.store(write_ptr + token * K + tile, write.to(write_ptr.dtype.element_ty), mask=is_token)
+
+        p += tl.where(differ == 0, tl.sum(q * k, 1)[:, None], 0.0)
+        for level in range(LEVELS):
+            decay = level_decay(total_ptr, total, t, d, level, size, G * K)
+            row, column = (q * decay).to(p_ptr.dtype.element_ty), (k * decay).to(p_ptr.dtype.element_ty)
+            meets = (differ >> level) == 1
+            product = tl.dot(row, tl.trans(column), input_precision=PRECISION)
+            p += tl.where(meets & (t[:, None] > t[None, :]), product, 0.0)
+            if INVERSE:
+                kk += tl.where(meets, tl.dot(column, tl.trans(column), input_precision=PRECISION), 0.0)
+
+    pair = t[:, None] * C + t[None, :]
+    tl.store(p_ptr + index * C * C + pair, p.to(p_ptr.dtype.element_ty))
     if INVERSE:
-        beta = tl.load(beta_ptr + start * G + head + t * G, mask=t < size, other=0.0).to(tl.float32)
+        beta = tl.load(beta_ptr + token + t * G, mask=t < size, other=0.0).to(tl.float32)
         beta = tl.where((t < size) & (beta == 0.0), SMALLEST_BETA, beta)
         a = tl.where(t[:, None] > t[None, :], kk * beta[:, None], 0.0)
         at = tl.where(t[:, None] < t[None, :], kk * beta[None, :], 0.0)
         inverse = unit_inverse(a, at, C, INVERSE_PRECISION) * beta[None, :]
-        tl.store(inverse_ptr + pair, inverse.to(inverse_ptr.dtype.element_ty))
+        tl.store(inverse_ptr + index * C * C + pair, inverse.to(inverse_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["first_chain"])
@@ -192,12 +170,12 @@ def _state_kernel(
         start = load_hidden(start_ptr + clamped, RAW)
         is_token = (t < load_hidden(start_ptr + clamped + 1, RAW) - start)[:, None]
         token = start.to(tl.int64) * G + head
-        key = token * K + (t[:, None] * (G * K) + d[None, :])
-        read = tl.load(read_ptr + key, mask=is_token, other=0.0)
-        value = token * V + (t[:, None] * (G * V) + column[None, :])
-        v = tl.load(v_ptr + value, mask=is_token, other=0.0)
+        key = t[:, None] * (G * K) + d[None, :]
+        read = tl.load(read_ptr + token * K + key, mask=is_token, other=0.0)
+        value = t[:, None] * (G * V) + column[None, :]
+        v = tl.load(v_ptr + token * V + value, mask=is_token, other=0.0)
         inverse = tl.load(inverse_ptr + row * C * C + (t[:, None] * C + t[None, :]))
-        write = tl.load(write_ptr + key, mask=is_token, other=0.0)
+        write = tl.load(write_ptr + token * K + key, mask=is_token, other=0.0)
         slot = load_hidden(slot_ptr + clamped, RAW)
         next_keep = tl.load(keep_ptr + (tl.minimum(chunk + 1, end - 1).to(tl.int64) * G + head) * K + d)
         rounded = state.to(read.dtype)
@@ -232,51 +210,55 @@ def _output_kernel(
     p = tl.load(p_ptr + index * C * C + (t[:, None] * C + t[None, :]))
     o = tl.dot(query, tl.trans(state), input_precision=PRECISION)
     o = tl.dot(p, tl.trans(new), o, input_precision=PRECISION)
-    tile = token * V + (t[:, None] * (G * V) + column[None, :])
-    tl.store(o_ptr + tile, o.to(o_ptr.dtype.element_ty), mask=is_token)
+    tile = t[:, None] * (G * V) + column[None, :]
+    tl.store(o_ptr + token * V + tile, o.to(o_ptr.dtype.element_ty), mask=is_token)
 
 
 # 2. Launches.
 
 
-def prepare(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks) -> Prepared:
-    """Returns ``Prepared``, for inputs of any strides; ``scores`` is not filled yet."""
-    q, k, g = (x.contiguous() for x in (q, k, g))
+def blocks(q: Tensor) -> dict[str, int | None]:
+    """Returns the options of kernels that compute all levels of a block of channels after another.
+
+    In 16 bits, two programs fit on a multiprocessor.
+    """
+    maxnreg = 128 if q.dtype != torch.float32 else None
+    return {"BLOCK_K": min(q.shape[2], 32), "num_warps": 8, "num_stages": 1, "maxnreg": maxnreg}
+
+
+def empty_prepared(q: Tensor, g: Tensor, beta: Tensor, chunks: Chunks) -> Prepared:
+    """Returns an uninitialized ``Prepared``."""
     (_, heads, width_k), num_chunks = g.shape, len(chunks.before)
-    total, scale = torch.empty_like(g, dtype=torch.float32), width_k**-0.5
-    query, read, write = (torch.empty_like(g, dtype=q.dtype) for _ in range(3))
-    keep = total.new_empty(num_chunks, heads, width_k)
+    total = g.new_empty(g.shape, dtype=torch.float32)
+    query, read, write = q.new_empty(3, *g.shape)
     q_length, length = total.new_empty(2, num_chunks, heads, CHUNK)
-    keys = total, query, read, write, keep, q_length, length
-    _keys_kernel[(num_chunks * heads,)](q, k, g, *keys, chunks.start, scale, **sizes(q, v))
-    return Prepared(*keys, q.new_empty(num_chunks, heads, CHUNK, CHUNK), beta.contiguous())
+    keep, scores = total.new_empty(num_chunks, heads, width_k), q.new_empty(num_chunks, heads, CHUNK, CHUNK)
+    return Prepared(total, query, read, write, keep, q_length, length, scores, beta.contiguous())
+
+
+def fill(
+    prepared: Prepared, q: Tensor, k: Tensor, g: Tensor, v: Tensor, inverse: Tensor | None, chunks: Chunks
+) -> None:
+    """Fills ``prepared`` and, if given, ``inverse``: T [chunks, G, 64, 64]."""
+    q, k, g = (x.contiguous() for x in (q, k, g))
+    *tensors, beta = prepared
+    _prepare_kernel[(len(prepared.scores) * g.shape[1],)](
+        q, k, g, beta, *tensors, inverse, chunks.start, q.shape[2] ** -0.5, **sizes(q, v),
+        PRECISION=precision(q), INVERSE_PRECISION="tf32" if q.dtype != torch.float32 else precision(q),
+        INVERSE=inverse is not None, **blocks(q),
+    )  # fmt: skip
 
 
 def make_inverse(
     prepared: Prepared, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, v: Tensor, saved: Saved, chunks: Chunks
 ) -> None:
-    """Fills ``saved.inverse`` and ``prepared.scores``."""
-    _make_pairs(prepared, q, k, v, saved, chunks, inverse=True)
+    """Fills ``prepared`` and ``saved.inverse``."""
+    fill(prepared, q, k, g, v, saved.inverse, chunks)
 
 
-def make_scores(
-    prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, saved: Saved, chunks: Chunks, leave: bool
-) -> Tensor:
-    """Returns ``prepared.scores``. leave: ``make_inverse`` filled it; otherwise this function does."""
-    if not leave:
-        _make_pairs(prepared, q, k, v, saved, chunks, inverse=False)
+def scores(prepared: Prepared, *inputs: object, leave: bool) -> Tensor:
+    """Returns P, which is already computed."""
     return prepared.scores
-
-
-def _make_pairs(
-    prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, saved: Saved, chunks: Chunks, inverse: bool
-) -> None:
-    _pairs_kernel[(len(saved.inverse) * v.shape[1],)](
-        q, k, prepared.beta, prepared.total, prepared.q_length, prepared.length, saved.inverse,
-        prepared.scores, chunks.start, q.shape[2] ** -0.5, **sizes(q, v), PRECISION=precision(q),
-        INVERSE_PRECISION="tf32" if q.dtype != torch.float32 else precision(q), INVERSE=inverse,
-        num_warps=8, num_stages=1,
-    )  # fmt: skip
 
 
 def make_states(
