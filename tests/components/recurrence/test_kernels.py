@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.cases import exhaustive, slow_except
 from tests.support.forests import (
     RecurrenceForest,
+    arguments,
     assert_relative,
     exact_rule,
     forest,
@@ -190,17 +191,19 @@ def test_inductor_and_checkpointing_change_nothing():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rule", exhaustive(("kda", "ssd"), ("gdn", "kda", "ssd")))
 @pytest.mark.parametrize("backend", [pytest.param("triton", marks=in_interpreter), "reference"])
-def test_operator_keeps_its_contract(backend):
+def test_operator_keeps_its_contract(backend, rule):
     """Fake results have the true shapes, strides and dtypes, and inputs stay unchanged."""
-    case = recurrence_case(SMALL_GATEWAY)
+    case = recurrence_case(SMALL_GATEWAY, rule=rule)
+    inputs = arguments(case, case.inputs)
     metadata = [*case.chunks, *case.chains]
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(operator.recurrence, (*case.inputs, metadata, backend), test_utils=tests)
-    plain = [x.detach() for x in case.inputs]
+    torch.library.opcheck(operator.recurrence, (*inputs, metadata, backend), test_utils=tests)
+    plain = [x if x is None else x.detach() for x in inputs]
     _, _, *saved = operator.recurrence(*plain, metadata, backend)
-    arguments = *case.upstream, *plain, saved, metadata, backend
-    torch.library.opcheck(operator.recurrence_backward, arguments, test_utils=tests)
+    backward = *case.upstream, *plain, saved, metadata, backend
+    torch.library.opcheck(operator.recurrence_backward, backward, test_utils=tests)
 
 
 def test_a_wrong_number_of_states_is_refused():
