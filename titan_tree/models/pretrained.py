@@ -40,7 +40,7 @@ def load_pretrained(
         dtype: dtype of the loaded weights.
         device: device of the loaded weights.
         attention: backend of ``TreeAttention``.
-        recurrence: backend of ``TreeGDN``.
+        recurrence: backend of ``TreeGDN``, ``TreeKDA`` and ``TreeSSD``.
         implementation: "native": titan_tree's own model. "transformers": the layers of the library
             transformers. "auto": native if there is such a model.
     Raises:

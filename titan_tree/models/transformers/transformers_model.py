@@ -58,7 +58,7 @@ class TransformersModel(TreeModel):
         model: a supported model, on any device, also "meta". It becomes part of this one, and can no longer
             be used by itself.
         attention: backend of ``TreeAttention``.
-        recurrence: backend of ``TreeGDN``.
+        recurrence: backend of ``TreeGDN``, ``TreeKDA`` and ``TreeSSD``.
     Attributes:
         hf_config: the config of transformers.
     Raises:
