@@ -195,6 +195,7 @@ MODELS: Registry[type[Decoder]] = Registry(
         "qwen3_5_moe": "titan_tree.models.qwen3_5_moe:Qwen35Moe",
         "qwen3_next": "titan_tree.models.qwen3_5_moe:Qwen3Next",
         "llama": "titan_tree.models.llama:Llama",
+        "kimi_linear": "titan_tree.models.kimi_linear:KimiLinear",
     },
     interface=("Config", "flavors"),
 )

@@ -170,6 +170,12 @@ def test_experts_of_several_replicas_are_gathered():
         assert memory.cast_weights() == ROOT + 2 * REST + in_experts * EXPERTS // 4
 
 
+def test_a_layer_without_experts_is_gathered_beside_the_experts_of_a_rank():
+    memory = memory_of(model_of(mlp_only_layers=[0]), parallel__expert_parallel=4)
+    dense = REST - 8 * 128 + 3 * 128 * 384  # no router, but an MLP
+    assert memory.cast_weights() == ROOT + EXPERTS // 4 + 2 * dense
+
+
 def test_two_layers_are_gathered_unless_weights_stay():
     model = model_of(num_hidden_layers=5)
     assert memory_of(model).cast_weights() == ROOT + 2 * (REST + EXPERTS)

@@ -91,4 +91,4 @@ def test_two_families_for_one_type_of_snapshot_are_refused(hf, tmp_path, page):
 def test_a_named_recurrence_backend_is_refused_by_models_without_gated_delta_net():
     with pytest.raises(UserError, match="recurrence: expected backend 'auto' for a Qwen3 model"):
         build_model("qwen3", "debug", recurrence="triton")
-    assert build_model("qwen3_5", "debug", recurrence="reference").gdn.backend == "reference"
+    assert build_model("qwen3_5", "debug", recurrence="reference").recurrence.backend == "reference"

@@ -49,7 +49,7 @@ PATHS = random_paths()
 # Parameters of Gated DeltaNet whose gradients both implementations compute with errors of up to 2e-5 in fp32.
 DECAYS = ("A_log", "dt_bias")
 BIASED = {"deepseek_v3", "glm4_moe", "glm4_moe_lite", "nemotron_h"}  # biases of routers stay in fp32
-SLOW = {"granitemoehybrid", "lfm2_moe", "olmo_hybrid"}  # other families have the same parts
+SLOW = {"granitemoehybrid", "kimi_linear", "lfm2_moe", "olmo_hybrid"}  # other families have the same parts
 
 
 def oracle(model: PreTrainedModel) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:

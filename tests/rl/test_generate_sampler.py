@@ -40,6 +40,7 @@ NATIVE = {
     "qwen3_5": {},
     "qwen3_5_moe": {"tie_word_embeddings": False},
     "qwen3_next": {},
+    "kimi_linear": {},
 }
 
 

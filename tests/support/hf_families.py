@@ -95,6 +95,8 @@ FAMILIES: dict[str, dict[str, object]] = {
     "kimi_linear": {
         **LATENT,
         "q_lora_rank": None,
+        "num_local_experts": 8,
+        "n_group": 1,
         "layer_types": ["linear_attention", "full_attention"],
         "linear_head_dim": 16,
         "linear_num_heads": 2,

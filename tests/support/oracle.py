@@ -261,7 +261,11 @@ def in_one_pass(model, groups, edges="all", reduction="path_mean", replay="off")
     pairs = batch.pairs
     counts = torch.bincount(pairs.path, minlength=len(pairs.weight)).tolist()
     per_pair = logprobs.detach()[pairs.edge].split(counts)
-    return list(per_pair), loss.item(), {name: p.grad for name, p in model.named_parameters()}
+    return (
+        list(per_pair),
+        loss.item(),
+        {name: p.grad for name, p in model.named_parameters() if p.requires_grad},
+    )
 
 
 def relative_error(got, want):

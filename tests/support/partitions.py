@@ -73,4 +73,4 @@ def in_partitions(model, plan, reduction="path_mean"):
 
     model.zero_grad(set_to_none=True)
     train_micro_batch(model, TreeBatch.from_plan(plan), compute_loss, next(model.parameters()).device)
-    return sum(total), {name: p.grad for name, p in model.named_parameters()}
+    return sum(total), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}

@@ -63,7 +63,7 @@ def float8_linears(model: nn.Module, recipe: Float8, device_type: str) -> None:
     )
     layers = model.get_submodule("layers")
     high_precision = {
-        id(getattr(mixer, name))
+        id(mixer.get_submodule(name))
         for mixer in layers.modules()
         if isinstance(mixer, Mixer)
         for name in mixer.high_precision

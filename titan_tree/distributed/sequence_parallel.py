@@ -34,6 +34,11 @@ from titan_tree.tree.token_shards import TokenShard
 def check_heads(model: Decoder, num_ranks: int) -> None:
     """Raises UserError if ``num_ranks`` ranks cannot share the heads of a layer."""
     for block in model.blocks:
+        if num_ranks > 1 and not block.mixer.num_heads:
+            raise UserError(
+                f"parallel.sequence_parallel: expected 1 for a {model.config.title} model, whose layers "
+                f"cannot share heads between ranks, got {num_ranks}"
+            )
         for name, number in block.mixer.num_heads.items():
             is_copied = name in block.mixer.copied_heads
             if number % num_ranks and not (is_copied and num_ranks % number == 0):

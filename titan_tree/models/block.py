@@ -46,7 +46,8 @@ class Mixer(nn.Module, ABC):
     """The part of a layer that mixes a token with its ancestors: attention or a recurrence.
 
     Attributes:
-        num_heads: names and numbers of the heads that treat tokens independently of each other.
+        num_heads: names and numbers of the heads that treat tokens independently of each other; {}: the mixer
+            does not run with sequence parallelism.
         exchange: gives this rank all tokens of some heads; None without sequence parallelism. With it, ``x``
             and the output have n of the N tokens, and everything exported belongs to the rank's own heads.
     """

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from titan_tree.components.lora import is_factor
 from titan_tree.components.moe import ExpertInfo, MoE, Routing
-from titan_tree.components.recurrence import TreeGDN
+from titan_tree.components.recurrence import TreeGDN, TreeRecurrence
 from titan_tree.errors import UserError, unknown_name
 from titan_tree.models.block import Block
 from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
@@ -35,7 +35,7 @@ class Decoder(TreeModel):
     Args:
         config: sizes of the model.
         attention: backend of ``TreeAttention``.
-        recurrence: backend of ``TreeGDN``.
+        recurrence: backend of the recurrence.
     Raises:
         UserError: an unknown backend, or a named ``recurrence`` backend for a model without one.
     """
@@ -49,12 +49,16 @@ class Decoder(TreeModel):
     packed: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     publishes_packed: ClassVar[bool] = False  # snapshots have the tensors of ``packed``
     publishes_single_experts: ClassVar[bool] = False  # snapshots have one tensor per expert and projection
+    # Parameters that are several tensors of a snapshot, one after another along the first dim. Maps the end
+    # of a parameter's name to the ends of the names of its tensors.
+    joined: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    recurrence_class: ClassVar[type[TreeRecurrence]] = TreeGDN
 
     config: DecoderConfig
 
     def __init__(self, config: DecoderConfig, attention: str = "auto", recurrence: str = "auto") -> None:
         super().__init__(config, attention)
-        self.gdn = TreeGDN(recurrence)  # without parameters, so all layers share it
+        self.recurrence = self.recurrence_class(recurrence)  # without parameters, so all layers share it
         blocks = [self.make_block(i) for i in range(config.num_hidden_layers)]
         self.cache_streams = [stream for block in blocks for stream in block.mixer.cache_streams]
         if recurrence != "auto" and "states" not in self.cache_streams:
@@ -135,6 +139,14 @@ class Decoder(TreeModel):
         Families that set ``packed`` override this method.
         """
         raise NotImplementedError
+
+    def stored_name(self, name: str) -> str:
+        """Returns the name, without prefix, that snapshots use for what the model calls ``name``."""
+        return name
+
+    def own_name(self, stored: str) -> str:
+        """Returns the inverse of ``stored_name``."""
+        return stored
 
     @property
     def blocks(self) -> Iterable[Block]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_tree.components.recurrence import TreeGDN, tree_causal_conv1d
+from titan_tree.components.recurrence import TreeRecurrence, tree_causal_conv1d
 from titan_tree.config.checks import positive_int, setting
 from titan_tree.errors import UserError
 from titan_tree.models.block import HeadExchange, Mixer
@@ -76,7 +76,7 @@ class GatedDeltaNet(Mixer):
     # The gates have one output per head. Float8 would save nothing and blur the decays of long paths.
     high_precision = ("in_proj_a", "in_proj_b")
 
-    def __init__(self, config: GatedDeltaNetConfig, gdn: TreeGDN) -> None:
+    def __init__(self, config: GatedDeltaNetConfig, gdn: TreeRecurrence) -> None:
         super().__init__()
         d, heads = config.hidden_size, config.linear_num_value_heads
         self.config, self.gdn = config, gdn

@@ -137,7 +137,7 @@ class Hybrid(Decoder):
         if c.layer_types[index] == FULL:
             attention = Attention(c, self.attention, qk_norm=norm, output_gate=True)
             return Block(c, norm, "self_attn", attention, mlp)
-        return Block(c, norm, "linear_attn", GatedDeltaNet(c, self.gdn), mlp)
+        return Block(c, norm, "linear_attn", GatedDeltaNet(c, self.recurrence), mlp)
 
     def prepare(self, layout: TreeLayout) -> TreeLayout:
         plan = prepare_conv(layout, self.config.linear_conv_kernel_dim)

@@ -95,7 +95,7 @@ class LayerTrace:
         sequence_parallel, expert_parallel = parallel.sequence_parallel, parallel.expert_parallel
         # Without copied heads, all numbers of ranks above 1 give the same bytes per token.
         mixers = [block.mixer for block in self.model.blocks]
-        fewest = min(mixer.num_heads[name] for mixer in mixers for name in mixer.copied_heads)
+        fewest = min((mixer.num_heads[name] for mixer in mixers for name in mixer.copied_heads), default=1)
         shared = sequence_parallel if sequence_parallel > fewest else min(sequence_parallel, 2)
         key = type(block.mixer), type(block.mlp), policy, shared, expert_parallel > 1
         if key not in self._traced:

@@ -134,7 +134,10 @@ class Memory:
             return self.size  # without FSDP2, all weights are cast once a step
         layers, in_experts = self.layer_sizes, 0
         if self.config.parallel.expert_parallel == self.gpus:  # FSDP2 ignores experts of a single rank
-            sizes = [sum(p.numel() for p in e.parameters()) // self.gpus for e in experts_of(self.model)]
+            sizes = [
+                sum(p.numel() for experts in experts_of(block) for p in experts.parameters()) // self.gpus
+                for block in self.model.layers
+            ]
             in_experts = sum(sizes)
             layers = [layer - size for layer, size in zip(layers, sizes, strict=True)]
         return self.size - sum(self.layer_sizes) + in_experts + 2 * max(layers)

@@ -15,6 +15,7 @@ from titan_tree.cli.plan.layer_trace import LayerTrace
 from titan_tree.cli.plan.memory import RANDOM_ROUTER, Memory
 from titan_tree.cli.plan.timing import Gpu, Timing, add, total
 from titan_tree.cli.plan.workload import Step, sample_steps, take_sample
+from titan_tree.components.recurrence import TreeKDA
 from titan_tree.config import Config
 from titan_tree.distributed.parallelize import check_parallel
 from titan_tree.errors import UserError
@@ -237,6 +238,9 @@ class Planner:
             ),
             "training.compile = false needs more memory and time than computed": not training.compile,
             "the speed of float8 is not measured; the time is that of bf16": training.float8 != "none",
+            "the speed of KDA is not measured; the time is that of Gated DeltaNet": (
+                self.model.recurrence_class is TreeKDA
+            ),
             "the rates are those of bf16; float32 is several times slower": training.dtype == "float32",
             f"beyond {NODE_GPUS} GPUs, 50 GB/s per GPU are assumed, not measured": self.gpus > NODE_GPUS,
             "the time of this optimizer is that of adamw": (

@@ -18,7 +18,15 @@ from titan_tree.components.lora import is_factor
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.decoder_config import ConfigJson
-from titan_tree.models.hf.names import NOT_LOADED, PREFIX, TEXT_PREFIX, hf_name, pack, split_experts
+from titan_tree.models.hf.names import (
+    NOT_LOADED,
+    PREFIX,
+    TEXT_PREFIX,
+    hf_name,
+    pack,
+    split_experts,
+    split_joined,
+)
 from titan_tree.models.hf.snapshot_files import (
     CONFIG,
     INDEX,
@@ -103,8 +111,9 @@ def snapshot_tensors(
     biases = model.experts.router_biases() if model.experts else {}
     parts: Mapping[str, Tensor] = {name: w for name, w in weights.items() if name not in biases}
     parts = split_experts(parts) if model.publishes_single_experts else parts
+    parts = split_joined(parts, model) if model.joined else parts
     parts = pack(parts, model) if model.publishes_packed else parts
-    return {hf_name(name, prefix): weight for name, weight in parts.items()}
+    return {hf_name(name, model, prefix): weight for name, weight in parts.items()}
 
 
 def snapshot_prefix(source: str | Path | None) -> str:

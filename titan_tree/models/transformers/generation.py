@@ -11,6 +11,7 @@ d hidden size.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from titan_tree.components.moe import MoE
 from titan_tree.errors import UserError, shorten
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.gated_delta_net import GatedDeltaNet
+from titan_tree.models.kimi_linear import KimiDeltaAttention
 from titan_tree.models.layers import at_least_fp32
 from titan_tree.models.transformers.attention_function import NAMES
 from titan_tree.models.transformers.transformers_model import TransformersModel
@@ -62,8 +64,9 @@ def _from_decoder(model: Decoder) -> Any:
     generator = _on_meta(AutoConfig.for_model(**family.Config.to_hf(model.config)), "sdpa")  # type: ignore[attr-defined]
     base = generator.base_model
     _share(base, model, "embed_tokens", "norm")
-    with model.embed_tokens.weight.device:
-        base.rotary_emb = type(base.rotary_emb)(generator.config)
+    if hasattr(base, "rotary_emb"):
+        with model.embed_tokens.weight.device:
+            base.rotary_emb = type(base.rotary_emb)(generator.config)
     for layer, block in zip(base.layers, model.blocks, strict=True):
         _share(layer, block, "input_layernorm", "post_attention_layernorm", "mlp")
         if isinstance(block.mlp, MoE):
@@ -72,15 +75,20 @@ def _from_decoder(model: Decoder) -> Any:
     return generator
 
 
-def _share_mixer(mixer: Any, trained: nn.Module) -> None:
-    """Gives attention or Gated DeltaNet of transformers the modules and parameters of the trained one."""
-    kept_modules = {"conv1d", "norm"} if isinstance(trained, GatedDeltaNet) else set()
+def _share_mixer(mixer: Any, trained: Any) -> None:
+    """Gives attention or a recurrence of transformers the modules and parameters of the trained one."""
+    is_recurrent = isinstance(trained, GatedDeltaNet | KimiDeltaAttention)
+    kept_modules = {"conv1d", "norm", "o_norm"} if is_recurrent else set()
     _share(mixer, trained, *((trained._modules.keys() & mixer._modules.keys()) - kept_modules))
+    if not is_recurrent:
+        return
+    # The same dicts, because ``cast_weights`` replaces their values.
+    mixer._parameters, mixer.conv1d._parameters = trained._parameters, trained.conv1d._parameters
+    mixer.conv1d.bias = None
     if isinstance(trained, GatedDeltaNet):
-        # The same dicts, because ``cast_weights`` replaces their values.
-        mixer._parameters, mixer.conv1d._parameters = trained._parameters, trained.conv1d._parameters
-        mixer.conv1d.bias = None
-        mixer.norm = _GatedNorm(trained.norm)
+        mixer.norm = _GatedNorm(trained.norm, F.silu)
+    else:
+        mixer.o_norm = _GatedNorm(trained.o_norm, torch.sigmoid)
 
 
 def _share(module: nn.Module, trained: nn.Module, *names: str) -> None:
@@ -131,14 +139,14 @@ class _Mixture(nn.Module):
 
 
 class _GatedNorm(nn.Module):
-    """Calls the norm of ``GatedDeltaNet`` as transformers calls its own, with the output gate."""
+    """Calls the norm of a recurrence as transformers calls its own, with the output gate."""
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, norm: Any, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.norm = norm
+        self.norm, self.activation = norm, activation
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return (self.norm(x) * F.silu(gate.to(at_least_fp32(x)))).to(x.dtype)
+        return (self.norm(x) * self.activation(gate.to(at_least_fp32(x)))).to(x.dtype)
 
 
 class _TiedHead(nn.Module):
