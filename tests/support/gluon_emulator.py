@@ -138,6 +138,7 @@ class Value(Tensor):
             result = function(*args, **(kwargs or {}))
         return result.as_subclass(Value) if isinstance(result, Tensor) else result
 
+    type = SimpleNamespace(layout=None)  # type: ignore[assignment]
     __iadd__ = Tensor.__add__
     __iand__ = Tensor.__and__
     __imul__ = Tensor.__mul__
@@ -340,7 +341,8 @@ def _no_layout(*args: Any) -> None:
 
 
 _LANGUAGE = SimpleNamespace(
-    int32=torch.int32, int64=torch.int64, float32=torch.float32, constexpr=lambda x: x, static_range=range,
+    int32=torch.int32, int64=torch.int64, float16=torch.float16, float32=torch.float32,
+    constexpr=lambda x: x, static_range=range,
     program_id=lambda axis: value(here.program.index), num_programs=lambda axis: value(here.program.width),
     warp_specialize=lambda *args: here.program.warp_specialize(*args),
     allocate_shared_memory=allocate_shared_memory, load=Pointer.load, store=Pointer.store,
@@ -350,12 +352,13 @@ _LANGUAGE = SimpleNamespace(
     where=lambda condition, x, y: torch.where(value(condition), x, y),
     minimum=lambda x, y: torch.minimum(value(x), value(y)),
     maximum=lambda x, y: torch.maximum(value(x), value(y)),
-    max=torch.amax, sum=torch.sum, exp2=torch.exp2, log2=torch.log2, expand_dims=torch.unsqueeze,
+    zeros_like=torch.zeros_like, reshape=torch.reshape, expand_dims=torch.unsqueeze,
+    max=torch.amax, sum=torch.sum, exp2=torch.exp2, log2=torch.log2, sqrt=torch.sqrt,
     convert_layout=lambda x, layout: x,
     inline_asm_elementwise=lambda *args, **options: 0,  # only opaque_zero uses inline assembly
     SliceLayout=_no_layout, DotOperandLayout=_no_layout, NVMMADistributedLayout=_no_layout,
-    BlockedLayout=_no_layout,
-    SharedLinearLayout=_no_layout, NVMMASharedLayout=SimpleNamespace(get_default_for=_no_layout),
+    BlockedLayout=_no_layout, SwizzledSharedLayout=_no_layout, SharedLinearLayout=_no_layout,
+    NVMMASharedLayout=SimpleNamespace(get_default_for=_no_layout),
 )  # fmt: skip
 _MBARRIER = SimpleNamespace(
     MBarrierLayout=lambda: "barriers", init=Barrier.init, expect=Barrier.expect, arrive=Barrier.arrive,
@@ -385,9 +388,15 @@ class EmulatedKernel:
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def launch(*args: Any, num_warps: int, **constants: Any) -> None:
+            def run() -> None:
+                self.function(*map(_argument, args), **constants)
+
             for index in range(grid[0]):
                 here.program = Program(index, grid[0], self.rng)
-                self.function(*map(_argument, args), **constants)
+                if "warp_specialize" in self.function.__code__.co_names:
+                    run()
+                else:  # all warps are one partition
+                    here.program.warp_specialize([(run, ())], None, None)
 
         return launch
 

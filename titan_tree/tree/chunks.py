@@ -14,7 +14,8 @@ last and keeps the state in registers. The first chunk starts from zero or from 
 memory: either a row of the gateway cache, or a state that an earlier chain stores where others branch off.
 
 Chains run in *rounds*. The chains of a round run at the same time; each starts from zero, from the gateway
-cache, or from a slot that an earlier round filled.
+cache, or from a slot that an earlier round filled. Chains of more than LONGEST chunks are cut, so that
+kernels can prepare the chunks of later rounds while a round runs.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import Tensor
 from titan_tree.tree.partition import PAD
 
 CHUNK = 64
+LONGEST = 256
 
 
 class Chunks(NamedTuple):
@@ -93,9 +95,9 @@ class Chains(NamedTuple):
     # chain b; a reader B + x is the exported state x.
     first_child: Tensor  # [L + 1]
     child: Tensor
-    # Row r: the first chain and the first slot of round r. The last row: the numbers of chains and of slots.
-    # This tensor always stays on the CPU.
-    rounds: Tensor  # [rounds + 1, 2] int64
+    # Row r: the first chain and the first slot of round r, and how many chunks the rounds before it need. The
+    # last row: the numbers of chains, slots and chunks. This tensor always stays on the CPU.
+    rounds: Tensor  # [rounds + 1, 3] int64
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Chains:
         """Applies ``function``, which moves or pins a tensor, to all tensors but ``rounds``."""
@@ -113,11 +115,16 @@ def make_chains(chunks: Chunks, num_rows: int = 0) -> Chains:
     is_first = before != np.arange(len(before)) - 1
     is_first[0] = True  # its ``before`` is -1, which is not a chunk
     first = np.flatnonzero(is_first)
+    is_first |= (np.arange(len(before)) - first[np.cumsum(is_first) - 1]) % LONGEST == 0  # cut
+    first = np.flatnonzero(is_first)
     end = np.append(first[1:], len(before))
     chain = np.cumsum(is_first) - 1  # the chain of each chunk
     origin = before[first]
     from_chunk = origin.clip(min=0)  # meaningful only where a chain starts from a chunk
     rank = _depths(np.where(origin >= 0, chain[from_chunk], -1))  # the round of each chain
+
+    needed = np.zeros(rank.max() + 2, np.int64)  # see ``Chains.rounds``
+    np.maximum.at(needed, rank + 1, end)
 
     stored = np.unique(np.concatenate([origin[origin >= 0], exported]))
     stored_rank = rank[chain[stored]]
@@ -133,7 +140,11 @@ def make_chains(chunks: Chunks, num_rows: int = 0) -> Chains:
     child = np.argsort(starts, kind="stable")
     first_child = np.searchsorted(starts[child], np.arange(max(num_slots, PAD) + 1))
     edges = np.arange(rank.max() + 2)
-    rounds = [np.searchsorted(np.sort(rank), edges), num_rows + np.searchsorted(np.sort(stored_rank), edges)]
+    rounds = [
+        np.searchsorted(np.sort(rank), edges),
+        num_rows + np.searchsorted(np.sort(stored_rank), edges),
+        np.maximum.accumulate(needed),
+    ]
     columns = slot, first, end, source, slot[exported], first_child, child
     return Chains._make([*map(int32, columns), torch.from_numpy(np.stack(rounds, axis=1))])
 

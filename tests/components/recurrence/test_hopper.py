@@ -23,10 +23,16 @@ from titan_tree.components.recurrence import hopper
 from titan_tree.components.recurrence.buffers import empty_saved, empty_states
 from titan_tree.components.recurrence.hopper import inputs as inputs_pass
 from titan_tree.components.recurrence.hopper import passes
+from titan_tree.components.recurrence.hopper import prepare as prepare_pass
 from titan_tree.errors import UserError
 from titan_tree.tree.chunks import make_chains, make_chunks
 
-KERNELS = (passes, "_chain_kernel"), (passes, "_gradient_kernel"), (inputs_pass, "_inputs_kernel")
+KERNELS = (
+    (prepare_pass, "_prepare_kernel"),
+    (passes, "_chain_kernel"),
+    (passes, "_gradient_kernel"),
+    (inputs_pass, "_inputs_kernel"),
+)
 CASES = {
     "chain": RecurrenceForest(forest([-1], [270]), [], 0, 64, 1, 2, 64, 64),
     "two tokens": RecurrenceForest(forest([-1], [2]), [], 0, 64, 1, 1, 64, 128),

@@ -23,7 +23,7 @@ SOURCES = (
 
 def compile_kernels(dim: int) -> None:
     """Launches every Gluon kernel of both passes: with K = V = dim, and for SSD with K = dim and V = 64."""
-    compile_launches("K", "V", "FORWARD", "DELTA")
+    compile_launches("K", "V", "FORWARD", "DELTA", "INVERSE")
     inputs_pass.num_multiprocessors = lambda device: 132
     chunks = make_chunks(forest([-1], [200]), np.empty(0, np.int64))
     chains = make_chains(chunks)
@@ -40,7 +40,7 @@ def test_kernels_compile_for_hopper(dim):
     """Shared memory suffices, ptxas does not serialize products, and (nearly) no registers spill."""
     results = compiled_by(__name__, SOURCES, dim)
     kernels = {("_chain_kernel", True), ("_chain_kernel", False)}
-    kernels |= {("_gradient_kernel", None), ("_inputs_kernel", None)}
+    kernels |= {(name, None) for name in ("_gradient_kernel", "_inputs_kernel", "_prepare_kernel")}
     for delta in (True, False):
         compiled = [result for result in results if result["delta"] == delta]
         assert {(result["kernel"], result["forward"]) for result in compiled} == kernels

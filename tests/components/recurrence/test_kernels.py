@@ -223,7 +223,8 @@ def test_chains_are_maximal_runs_in_rounds(seed):
     assert all(x.dtype == torch.int32 for x in chains[:-1])
     before, exported = chunks.before.tolist(), chunks.exported.tolist()
     slot, first, end, source, exported_slots, first_child, child = (x.tolist() for x in chains[:-1])
-    num_chains, num_slots = chains.rounds[-1].tolist()
+    num_chains, num_slots, num_chunks = chains.rounds[-1].tolist()
+    assert num_chunks == len(before)
 
     # Every chunk is in exactly one chain, and chains are as long as possible.
     ranges = list(zip(first, end, strict=True))[:num_chains]
@@ -247,14 +248,16 @@ def test_chains_are_maximal_runs_in_rounds(seed):
     # A chain's round follows the round that fills its slot. Within a round, longer chains come first.
     chain_of = {c: i for i, x in enumerate(ranges) for c in range(*x)}
     edges = chains.rounds.tolist()
-    assert edges[0] == [0, rows]
-    for (a, s), (b, t) in itertools.pairwise(edges):
+    assert edges[0] == [0, rows, 0]
+    edge_of = [a for a, _, _ in edges]
+    for (a, s, _), (b, t, needed) in itertools.pairwise(edges):
+        assert needed == max(end[:b])
         lengths = [y - x for x, y in ranges[a:b]]
         assert lengths
         assert lengths == sorted(lengths, reverse=True)
         for i in range(a, b):
             origin = before[first[i]]
-            earlier = edges[edges.index([a, s]) - 1][0] if a else 0
+            earlier = edge_of[edge_of.index(a) - 1] if a else 0
             assert earlier <= chain_of[origin] < a if origin >= 0 else a == 0
         assert {slot[c] for i in range(a, b) for c in range(*ranges[i])} - {-1} == set(range(s, t))
 
@@ -262,17 +265,26 @@ def test_chains_are_maximal_runs_in_rounds(seed):
     assert min(len(first), len(first_child) - 1) >= 2
 
 
+def test_long_chains_are_cut():
+    chains = make_chains(make_chunks(forest([-1, 0, 0], [600, 40, 30]), np.empty(0, np.int64), size=1))
+    ranges = list(zip(chains.first.tolist(), chains.end.tolist(), strict=True))
+    assert ranges == [(0, 256), (256, 512), (512, 640), (640, 670)]
+    assert chains.source.tolist() == [-1, 0, 1, 2]
+    assert [int(chains.slot[c]) for c in (255, 511, 599)] == [0, 1, 2]
+    assert chains.rounds.tolist() == [[0, 0, 0], [1, 1, 256], [2, 2, 512], [3, 3, 640], [4, 3, 670]]
+
+
 def test_a_single_chunk_below_a_gateway_has_padded_chains():
     chains = make_chains(make_chunks(forest([-1], [3], {0: 5}), np.empty(0, np.int64)), 6)
     assert chains.source.tolist() == [5, -1]
-    assert chains.rounds.tolist() == [[0, 6], [1, 6]]
+    assert chains.rounds.tolist() == [[0, 6, 0], [1, 6, 1]]
 
 
 def test_a_deep_forest_has_one_round_per_level():
     depth = 1000
     chains = make_chains(make_chunks(forest(ladder(depth), [1] * (2 * depth + 1)), np.empty(0, np.int64)))
     assert len(chains.rounds) == depth + 2
-    assert chains.rounds[-1].tolist() == [depth + 1, depth]
+    assert chains.rounds[-1].tolist() == [depth + 1, depth, 2 * depth + 1]
     *moved, rounds = chains.map(lambda x: x.to("meta"))
     assert all(x.is_meta for x in moved)
     assert rounds is chains.rounds

@@ -1,9 +1,9 @@
 """Backend "hopper": Gated DeltaNet and Mamba-2's SSD on Hopper GPUs, with the costliest kernels in Gluon.
 
-The Gluon kernels use TMA, asynchronous tensor core products and specialized warps. ``passes.py`` runs along
-chains and back, on chunks that ``tiles.py`` fetches. ``inputs.py`` computes the gradients of q, k, v, g and
-beta. The Triton kernels of ``triton_kernels/`` do the rest: they prepare all chunks at once, which is little
-work.
+The Gluon kernels use TMA, asynchronous tensor core products and specialized warps. ``prepare.py`` prepares
+all chunks at once. ``passes.py`` runs along chains and back, on chunks that ``tiles.py`` fetches.
+``inputs.py`` computes the gradients of q, k, v, g and beta. ``triton_kernels/`` has the order of launches and
+small kernels.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from torch import Tensor
 from titan_tree.components.recurrence.buffers import empty_saved
 from titan_tree.components.recurrence.hopper.inputs import input_gradients
 from titan_tree.components.recurrence.hopper.passes import outputs, state_gradients, states
+from titan_tree.components.recurrence.hopper.prepare import make_scores
 from titan_tree.components.recurrence.triton_kernels import launch
 from titan_tree.components.rings import is_hopper
 
 __all__ = ["backward", "empty_saved", "forward", "is_automatic", "refusal"]
 
-PASSES = launch.Passes(outputs, states, state_gradients, input_gradients)
+PASSES = launch.Passes(outputs, make_scores, states, state_gradients, input_gradients)
 forward = partial(launch.forward, PASSES)  # see RecurrenceBackend
 backward = partial(launch.backward, PASSES)
 

@@ -79,6 +79,17 @@ def _count(n_items):
 
 
 @gluon.jit
+def _place(n, GROUP: gl.constexpr, G: gl.constexpr):
+    """Chunk, value head, and which of its key head's value heads this is, of the program's step n.
+
+    An item is a chunk and a key head. Its value heads are GROUP steps in a row.
+    """
+    item = gl.program_id(0) + n // GROUP * gl.num_programs(0)
+    member = n % GROUP
+    return item // (G // GROUP), item % (G // GROUP) * GROUP + member, member
+
+
+@gluon.jit
 def _fetch(descriptor, row, column, ring, n):
     """Fetches a tile as filling n of its ring."""
     wait_empty(ring, n, 1)
@@ -94,11 +105,10 @@ def _producer(
     DELTA: gl.constexpr,
 ):  # fmt: skip
     """Fetches the tiles of each item, in the order in which the consumers need them."""
-    for n in range(_count(n_items)):
-        item = gl.program_id(0) + n * gl.num_programs(0)
-        start = gl.load(start_ptr + item // G)
-        head = item % G
-        key_column = head // GROUP * K
+    for n in range(_count(n_items) * GROUP):
+        chunk, head, member = _place(n, GROUP, G)
+        item = chunk * G + head
+        start = gl.load(start_ptr + chunk)
         wait_empty(memory.factors, n, 1)
         full = memory.factors.full.index(0)
         mbarrier.expect(full, (1 + 2 * DELTA) * C * 4)
@@ -113,8 +123,9 @@ def _producer(
         _fetch(do_rows, start, head * V, memory.do, n)
         _fetch(dstate_rows, item * V, 0, memory.dstate, n)
         _fetch(state_rows, item * V, 0, memory.state, n)
-        _fetch(k_rows, start, key_column, memory.k, n)
-        _fetch(q_rows, start, key_column, memory.q, n)
+        if member == 0:
+            _fetch(k_rows, start, head // GROUP * K, memory.k, n // GROUP)
+            _fetch(q_rows, start, head // GROUP * K, memory.q, n // GROUP)
         if DELTA:
             _fetch(x_rows, item * V, 0, memory.x, n)
             _fetch(v_rows, start, head * V, memory.v, n)
@@ -153,9 +164,12 @@ def _decayed(x, gained, lost, is_seen):
 @gluon.jit
 def _query_consumer(
     dq_ptr, dv_ptr, number_ptr, start_ptr, memory, n_items, scale,
-    G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr,
+    GROUP: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
-    """dq and (DELTA) dv, the row sums of v * dv, and the parts of dG that come from q, P and S."""
+    """dq and (DELTA) dv, the row sums of v * dv, and the parts of dG that come from q, P and S.
+
+    The tile ``memory.dq`` adds up the value heads of a key head.
+    """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
@@ -165,13 +179,14 @@ def _query_consumer(
     i = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, SCORES)), 1)
     j = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, SCORES)), 0)
     t = gl.arange(0, C, ROWS)
-    for n in range(_count(n_items)):
+    for n in range(_count(n_items) * GROUP):
         zero = opaque_zero(n)
         q, k, do = memory.q.slots.index(zero), memory.k.slots.index(zero), memory.do.slots.index(zero)
         news, new = _new_of(memory, zero, DELTA)
         state, dstate = memory.state.slots.index(zero), memory.dstate.slots.index(zero)
-        item = gl.program_id(0) + n * gl.num_programs(0)
-        start, end = gl.load(start_ptr + item // G), gl.load(start_ptr + (item // G + 1))
+        chunk, head, member = _place(n, GROUP, G)
+        item = chunk * G + head
+        start, end = gl.load(start_ptr + chunk), gl.load(start_ptr + (chunk + 1))
         last = gl.load(number_ptr + (item * C + C - 1))
         wait_full(memory.factors, n, 1)
         wait_full(news, n, 1)
@@ -181,8 +196,8 @@ def _query_consumer(
         wait_full(memory.state, n, 1)
         none_k = gl.zeros([C, K], gl.float32, KEYS)
         dq = warpgroup_mma(do, state, none_k, use_acc=False, is_async=True)
-        wait_full(memory.q, n, 1)
-        wait_full(memory.k, n, 1)
+        wait_full(memory.q, n // GROUP, 1)
+        wait_full(memory.k, n // GROUP, 1)
         qk = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
         dp, dq, qk = warpgroup_mma_wait(0, [dp, dq, qk])
         release(memory.do, n, 1)
@@ -218,13 +233,16 @@ def _query_consumer(
         release(memory.state, n, 1)
         release(memory.dstate, n, 1)
         dq, dp = warpgroup_mma_wait(0, [dq, dp])
-        release(memory.k, n, 1)
-        queries = q.load(KEYS).to(gl.float32)
-        release(memory.q, n, 1)
         if DELTA:
+            queries = q.load(KEYS).to(gl.float32)
             dq = (dq - queries * gl.expand_dims(q_length * q_dq, 1)) * gl.expand_dims(q_length, 1)
-        memory.dq.store(dq.to(do.dtype))
-        store_tokens(dq_ptr, memory.dq, start_ptr, item // G, item % G * K, G * K, K)
+        if member > 0:
+            dq += memory.dq.load(KEYS).to(gl.float32)
+        memory.dq.store(dq.to(memory.dq.dtype))
+        if member == GROUP - 1:
+            release(memory.k, n // GROUP, 1)
+            release(memory.q, n // GROUP, 1)
+            store_tokens(dq_ptr, memory.dq, start_ptr, chunk, head // GROUP * K, G // GROUP * K, K)
 
         if DELTA:
             wait_full(memory.x, n, 1)
@@ -235,7 +253,7 @@ def _query_consumer(
             release(memory.v, n, 1)
             x_v = gl.sum(x.to(gl.float32) * v.to(gl.float32), 1)
             memory.dv.store(x)
-            store_tokens(dv_ptr, memory.dv, start_ptr, item // G, item % G * V, G * V, V)
+            store_tokens(dv_ptr, memory.dv, start_ptr, chunk, head * V, G * V, V)
 
         # The decay of S over the chunk is exp(G_last), so its gradient goes to G_last, at place C - 1. In a
         # short chunk this place has no token, but it still has a summed decay.
@@ -251,9 +269,9 @@ def _query_consumer(
 @gluon.jit
 def _key_consumer(
     dk_ptr, dg_ptr, dbeta_ptr, number_ptr, start_ptr, memory, n_items, plane, scale,
-    G: gl.constexpr, K: gl.constexpr, DELTA: gl.constexpr,
+    GROUP: gl.constexpr, G: gl.constexpr, K: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
-    """dk, dg and (DELTA) dbeta."""
+    """dk, dg and (DELTA) dbeta. The tile ``memory.dk`` adds up the value heads of a key head."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, KEYS)
@@ -261,13 +279,14 @@ def _key_consumer(
     row = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, SCORES)), 1)
     column = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, SCORES)), 0)
     t = gl.arange(0, C, ROWS)
-    for n in range(_count(n_items)):
+    for n in range(_count(n_items) * GROUP):
         zero = opaque_zero(n)
         q, k, do = memory.q.slots.index(zero), memory.k.slots.index(zero), memory.do.slots.index(zero)
         dstate = memory.dstate.slots.index(zero)
         news, new = _new_of(memory, zero, DELTA)
-        item = gl.program_id(0) + n * gl.num_programs(0)
-        start, end = gl.load(start_ptr + item // G), gl.load(start_ptr + (item // G + 1))
+        chunk, head, member = _place(n, GROUP, G)
+        item = chunk * G + head
+        start, end = gl.load(start_ptr + chunk), gl.load(start_ptr + (chunk + 1))
         last = gl.load(number_ptr + (item * C + C - 1))
         is_token = start + t < end
         if DELTA:
@@ -285,7 +304,7 @@ def _key_consumer(
             state, x = memory.state.slots.index(zero), memory.x.slots.index(zero)
             wait_full(memory.x, n, 1)
             da = warpgroup_mma(new.permute((1, 0)), x, none, use_acc=False, is_async=True)
-            wait_full(memory.k, n, 1)
+            wait_full(memory.k, n // GROUP, 1)
             kk = warpgroup_mma(k, k.permute((1, 0)), none, use_acc=False, is_async=True)
             gained, lost = _columns(memory, 0, SCORES), _rows(memory, 0, SCORES)
             dp, dk, da, kk = warpgroup_mma_wait(0, [dp, dk, da, kk])
@@ -302,10 +321,9 @@ def _key_consumer(
             length = memory.factors.slots.index(1).load(ROWS)
             dk *= gl.expand_dims(gl.exp2(last - total), 1)
             from_last = gl.sum(dk * k.load(KEYS).to(gl.float32), 1) * length
-            wait_full(memory.q, n, 1)
+            wait_full(memory.q, n // GROUP, 1)
             dk = warpgroup_mma(dp, q, dk, is_async=True)
             dk, dp = warpgroup_mma_wait(0, [dk, dp])
-            release(memory.q, n, 1)
             dk = warpgroup_mma(da, k, dk, is_async=True)
 
             # The part of dk where k is a row: of A and e k S.
@@ -324,7 +342,6 @@ def _key_consumer(
             dk = warpgroup_mma(db, k, dk + dk_row, is_async=True)
             dk, db = warpgroup_mma_wait(0, [dk, db])
             keys = k.load(KEYS).to(gl.float32)
-            release(memory.k, n, 1)
             dk -= keys * gl.expand_dims(length * length * gl.sum(dk * keys, 1), 1)
             dk *= gl.expand_dims(length, 1)
         else:
@@ -338,15 +355,18 @@ def _key_consumer(
             dp = gl.convert_layout(dp.to(k.dtype), OPERAND)
             release(memory.factors, n, 1)
             dk *= gl.expand_dims(gl.exp2(last - total), 1)
-            wait_full(memory.k, n, 1)
+            wait_full(memory.k, n // GROUP, 1)
             from_last = gl.where(is_token, gl.sum(dk * k.load(KEYS).to(gl.float32), 1), 0.0)
-            release(memory.k, n, 1)
-            wait_full(memory.q, n, 1)
+            wait_full(memory.q, n // GROUP, 1)
             dk = warpgroup_mma(dp, q, dk, is_async=True)
             dk, dp = warpgroup_mma_wait(0, [dk, dp])
-            release(memory.q, n, 1)
-        memory.dk.store(dk.to(k.dtype))
-        store_tokens(dk_ptr, memory.dk, start_ptr, item // G, item % G * K, G * K, K)
+        if member > 0:
+            dk += memory.dk.load(KEYS).to(gl.float32)
+        memory.dk.store(dk.to(memory.dk.dtype))
+        if member == GROUP - 1:
+            release(memory.q, n // GROUP, 1)
+            release(memory.k, n // GROUP, 1)
+            store_tokens(dk_ptr, memory.dk, start_ptr, chunk, head // GROUP * K, G // GROUP * K, K)
 
         wait_full(memory.sums, n, 1)
         dtotal = memory.sums.slots.index(0).load(ROWS)
@@ -354,7 +374,7 @@ def _key_consumer(
             x_v = memory.sums.slots.index(1).load(ROWS)
         release(memory.sums, n, 1)
         if DELTA:
-            place = (start + t).to(gl.int64) * G + item % G
+            place = (start + t).to(gl.int64) * G + head
             dbeta = (x_v + k_row) / beta
             gl.store(dbeta_ptr + place, dbeta.to(dbeta_ptr.dtype.element_ty), mask=is_token)
             dtotal += gl.where(is_token, k_row - from_last - memory.keys.index(0).load(ROWS), 0.0)
@@ -364,7 +384,7 @@ def _key_consumer(
         memory.keys.index(2).store(dtotal)
         later = gl.expand_dims(memory.keys.index(2).load(gl.SliceLayout(0, SCORES)), 0)
         dg = gl.sum(gl.where(row <= column, later, 0.0), 1)
-        place = (start + gl.arange(0, C, gl.SliceLayout(1, SCORES))).to(gl.int64) * G + item % G
+        place = (start + gl.arange(0, C, gl.SliceLayout(1, SCORES))).to(gl.int64) * G + head
         is_token = start + gl.arange(0, C, gl.SliceLayout(1, SCORES)) < end
         gl.store(dg_ptr + place, dg.to(dg_ptr.dtype.element_ty), mask=is_token)
 
@@ -383,10 +403,7 @@ def _inputs_kernel(
     dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, start_ptr, plane, n_items, scale,
     GROUP: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
-    """dq and dk of each value head, dg, and (DELTA) dv and dbeta.
-
-    Allocates shared memory and starts the three groups.
-    """
+    """dq, dk, dg, and (DELTA) dv and dbeta: allocates shared memory and starts the three groups."""
     dtype: gl.constexpr = q_rows.dtype
     FLAT: gl.constexpr = number_row.layout
     factors = gl.allocate_shared_memory(gl.float32, [3, C], FLAT)
@@ -399,6 +416,9 @@ def _inputs_kernel(
         new_ring = None
         x_ring = None
         dv = None
+    # The delta rule has no room for sums in fp32, and in its models few value heads share a key head.
+    SUM: gl.constexpr = dtype if DELTA else gl.float32
+    SUM_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], SUM)
     memory = Memory(
         _ring_of(q_rows, 2),
         _ring_of(k_rows, 2),
@@ -412,19 +432,19 @@ def _inputs_kernel(
         make_ring(sums, 1, 1),
         gl.allocate_shared_memory(gl.float32, [2, C], FLAT),
         gl.allocate_shared_memory(gl.float32, [3, C], FLAT),
-        gl.allocate_shared_memory(dtype, [C, K], q_rows.layout),
-        gl.allocate_shared_memory(dtype, [C, K], q_rows.layout),
+        gl.allocate_shared_memory(SUM, [C, K], SUM_LAYOUT),
+        gl.allocate_shared_memory(SUM, [C, K], SUM_LAYOUT),
         dv,
     )
     fence_async_shared()
     gl.warp_specialize(
         [
             (_key_consumer, (
-                dk_ptr, dg_ptr, dbeta_ptr, number_ptr, start_ptr, memory, n_items, plane, scale, G, K,
-                DELTA,
+                dk_ptr, dg_ptr, dbeta_ptr, number_ptr, start_ptr, memory, n_items, plane, scale, GROUP, G,
+                K, DELTA,
             )),
             (_query_consumer, (
-                dq_ptr, dv_ptr, number_ptr, start_ptr, memory, n_items, scale, G, K, V, DELTA,
+                dq_ptr, dv_ptr, number_ptr, start_ptr, memory, n_items, scale, GROUP, G, K, V, DELTA,
             )),
             (_producer, (
                 q_rows, k_rows, v_rows, do_rows, state_rows, dstate_rows, new_rows, x_rows, number_row, plane,
@@ -439,9 +459,9 @@ def input_gradients(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, state: Tensor, dstate: Tensor, new: Tensor, x: Tensor,
     gradients: tuple[Tensor | None, ...], saved: Saved, chunks: Chunks,
 ) -> None:  # fmt: skip
-    """Fills the gradients dq and dk [N, G, K], dg, and for a delta rule dv and dbeta."""
+    """Fills the gradients dq, dk, dg, and for a delta rule dv and dbeta."""
     (heads_k, width_k), (num_chunks, heads, width, _) = q.shape[1:], state.shape
-    numbers, n_items = saved.numbers, num_chunks * heads
+    numbers, n_items = saved.numbers, num_chunks * heads_k
     tokens = [matrix(y, CHUNK, y.shape[-1]) for y in (q, k, v, do)]
     states = [rows_of(y, width) for y in (state, dstate)]
     states += [rows_of(y, width) if saved.has_delta else None for y in (new, x)]

@@ -18,6 +18,8 @@ The kernels are long because each loop interleaves copies, products and waits by
 
 from __future__ import annotations
 
+import itertools
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,7 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from titan_tree.components.recurrence.buffers import Run, Saved, run_rounds
+from titan_tree.components.recurrence.buffers import Run, Saved, beside, join
+from titan_tree.components.recurrence.hopper.prepare import prepare
 from titan_tree.components.recurrence.hopper.tiles import (
     BLOCK_V,
     C,
@@ -43,6 +46,7 @@ from titan_tree.components.recurrence.hopper.tiles import (
     tile_of,
     work_of,
 )
+from titan_tree.components.recurrence.triton_kernels.forward_kernels import sum_gates
 from titan_tree.components.rings import make_ring, matrix, release, vector, wait_full
 from titan_tree.errors import UserError
 from titan_tree.tree.chunks import CHUNK, Chains, Chunks
@@ -310,12 +314,26 @@ STAGES = 3  # chunks in flight: as many as fit into 227 KiB at K = 128
 
 
 def outputs(
-    q: Tensor, k: Tensor, v: Tensor, scores: Tensor, o: Tensor, saved: Saved, chunks: Chunks, chains: Chains
-) -> None:
-    """Fills the slots, round by round, and o."""
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, o: Tensor, saved: Saved, chunks: Chunks,
+    chains: Chains,
+) -> None:  # fmt: skip
+    """Fills ``saved``, its slots round by round, and o.
+
+    A few chains leave multiprocessors free, on which the chunks of later rounds are prepared meanwhile. A
+    program of a chain needs a whole multiprocessor, so chains run on a stream whose programs go first.
+    """
+    sum_gates(g, beta, saved, chunks)
+    scores = q.new_empty(saved.num_chunks, v.shape[1], CHUNK, CHUNK)
+    prepare_chunks = prepare(q, k, v, scores, saved, chunks, inverse=saved.has_delta)
     tiles = _tiles(q, k, v, scores, saved)
     rest = None, None, o, saved.slots, *_where(saved, chunks, chains)
-    run_rounds(_run(_chain_kernel, [*tiles, *rest], q, v, FORWARD=True, DELTA=saved.has_delta), chains)
+    run = _run(_chain_kernel, [*tiles, *rest], q, v, FORWARD=True, DELTA=saved.has_delta)
+    for (first, _, chunk), (end, _, chunk_end) in itertools.pairwise(chains.rounds.tolist()):
+        if chunk < chunk_end:
+            prepare_chunks(chunk, chunk_end)
+        with beside(q, priority=-1):
+            run(first, end)
+    join(q, priority=-1)
 
 
 def states(

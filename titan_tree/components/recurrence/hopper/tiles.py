@@ -131,7 +131,7 @@ def store_tokens(ptr, tile, start_ptr, chunk, column, WIDTH: gl.constexpr, D: gl
     token = start + gl.arange(0, C, gl.SliceLayout(1, LAYOUT))
     columns = column + gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
     place = gl.expand_dims(token.to(gl.int64) * WIDTH, 1) + gl.expand_dims(columns, 0)
-    gl.store(ptr + place, tile.load(LAYOUT), mask=gl.expand_dims(token < end, 1))
+    gl.store(ptr + place, tile.load(LAYOUT).to(ptr.dtype.element_ty), mask=gl.expand_dims(token < end, 1))
 
 
 def rows_of(x: Tensor, rows: int) -> TensorDescriptor:

@@ -18,14 +18,20 @@ from torch import Tensor
 from titan_tree.components.recurrence.buffers import Saved, empty_saved
 from titan_tree.components.recurrence.triton_kernels import kda_backward, kda_forward, launch
 from titan_tree.components.recurrence.triton_kernels.backward_kernels import input_gradients, state_gradients
-from titan_tree.components.recurrence.triton_kernels.forward_kernels import make_states, outputs
+from titan_tree.components.recurrence.triton_kernels.forward_kernels import (
+    make_scores,
+    make_states,
+    outputs,
+)
 from titan_tree.tree.chunks import Chains, Chunks
 
 __all__ = ["backward", "empty_saved", "forward", "is_automatic", "refusal"]
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
-PASSES = launch.Passes(outputs, partial(make_states, leave=False), state_gradients, input_gradients)
+PASSES = launch.Passes(
+    outputs, make_scores, partial(make_states, leave=False), state_gradients, input_gradients
+)
 
 
 def forward(
@@ -56,8 +62,8 @@ def backward(
 
 def _kda_passes(prepared: kda_forward.Prepared) -> launch.Passes:
     functions: tuple[Callable[..., Any], ...] = (
-        kda_forward.outputs, kda_forward.make_states, kda_backward.state_gradients,
-        kda_backward.input_gradients, kda_forward.make_inverse, kda_forward.scores,
+        kda_forward.outputs, kda_forward.scores, kda_forward.make_states, kda_backward.state_gradients,
+        kda_backward.input_gradients,
     )  # fmt: skip
     return launch.Passes._make(partial(function, prepared) for function in functions)
 

@@ -299,19 +299,33 @@ def state_gradients(
     return run
 
 
+def head_gradient(dk: Tensor, v: Tensor) -> Tensor:
+    """Returns a tensor for the part of dk [N, H, K] of each value head [N, G, K]; dk itself if G = H."""
+    return dk if dk.shape[1] == v.shape[1] else dk.new_empty(len(dk), v.shape[1], dk.shape[2])
+
+
+def sum_heads(part: Tensor, dk: Tensor) -> None:
+    """Fills dk from its parts. torch sums 16-bit numbers in fp32."""
+    if part is not dk:
+        torch.sum(part.unflatten(1, (dk.shape[1], -1)), 2, out=dk)
+
+
 def input_gradients(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, state: Tensor, dstate: Tensor, new: Tensor, x: Tensor,
-    gradients: tuple[Tensor | None, ...], saved: Saved, chunks: Chunks,
+    gradients: tuple[Tensor, Tensor, *tuple[Tensor | None, ...]], saved: Saved, chunks: Chunks,
 ) -> None:  # fmt: skip
-    """Fills the gradients dq and dk [N, G, K], dg, and for a delta rule dv and dbeta."""
-    factors, (dq, *others) = saved.factors, gradients
+    """Fills the gradients dq, dk, dg, and for a delta rule dv and dbeta."""
+    factors, (dq, dk, *others) = saved.factors, gradients
+    q_part, k_part = head_gradient(dq, v), head_gradient(dk, v)
     scale = q.shape[2] ** -0.5 if saved.has_delta else 1.0
     constants = sizes(q, v) | {"PRECISION": precision(q), "DELTA": saved.has_delta}
     grid, dtotal = (len(state) * v.shape[1],), torch.empty_like(factors.total)
     _query_kernel[grid](
-        q, k, do, state, new, factors.total, factors.length, dq, dtotal, chunks.start, scale, **constants
+        q, k, do, state, new, factors.total, factors.length, q_part, dtotal, chunks.start, scale, **constants
     )
     _input_kernel[grid](
         q, k, v, do, state, dstate, new, x, factors.total, factors.beta, factors.length, factors.q_length,
-        dtotal, *others, chunks.start, scale, **constants,
+        dtotal, k_part, *others, chunks.start, scale, **constants,
     )  # fmt: skip
+    sum_heads(q_part, dq)
+    sum_heads(k_part, dk)

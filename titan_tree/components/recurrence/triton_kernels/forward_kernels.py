@@ -340,26 +340,32 @@ def _gpu(device: int) -> dict[str, int]:
     return triton.runtime.driver.active.utils.get_device_properties(device)
 
 
-def prepare_chunks(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor | None, v: Tensor, saved: Saved, chunks: Chunks
-) -> None:
-    """Fills ``saved.inverse`` and all factors but, for a delta rule, those of q."""
-    factors, num_chunks, heads = saved.factors, saved.num_chunks, v.shape[1]
+def sum_gates(g: Tensor, beta: Tensor | None, saved: Saved, chunks: Chunks) -> None:
+    """Fills the factors that depend on the gates alone."""
+    factors, heads = saved.factors, g.shape[1]
     block = min(32, triton.next_power_of_2(heads))
-    _gates_kernel[(num_chunks, triton.cdiv(heads, block))](
+    _gates_kernel[(saved.num_chunks, triton.cdiv(heads, block))](
         g, beta, factors.total, factors.beta, factors.write, factors.query, chunks.start,
         G=heads, BLOCK_G=block, C=CHUNK, DELTA=saved.has_delta,
     )  # fmt: skip
-    if not saved.has_delta:
-        return
-    _inverse_kernel[(num_chunks * heads,)](
-        k, factors.total, factors.beta, saved.inverse, factors.read, factors.write, factors.length,
-        chunks.start, **sizes(q, v), PRECISION=precision(q),
-        INVERSE_PRECISION="tf32" if q.dtype != torch.float32 else precision(q),
-    )  # fmt: skip
 
 
-def make_scores(q: Tensor, k: Tensor, v: Tensor, saved: Saved, chunks: Chunks, leave: bool) -> Tensor:
+def prepare_chunks(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, saved: Saved, chunks: Chunks
+) -> Tensor:
+    """Fills ``saved.inverse`` and all factors. Returns s P, as ``make_scores`` does."""
+    sum_gates(g, beta, saved, chunks)
+    factors = saved.factors
+    if saved.has_delta:
+        _inverse_kernel[(saved.num_chunks * v.shape[1],)](
+            k, factors.total, factors.beta, saved.inverse, factors.read, factors.write, factors.length,
+            chunks.start, **sizes(q, v), PRECISION=precision(q),
+            INVERSE_PRECISION="tf32" if q.dtype != torch.float32 else precision(q),
+        )  # fmt: skip
+    return make_scores(q, k, v, saved, chunks, leave=True)
+
+
+def make_scores(q: Tensor, k: Tensor, v: Tensor, saved: Saved, chunks: Chunks, leave: bool = False) -> Tensor:
     """Returns s P [chunks, G, 64, 64] in the dtype of q, 0 past a chunk's last token.
 
     leave: also fill the factors of q.
@@ -396,9 +402,11 @@ def make_states(
 
 
 def outputs(
-    q: Tensor, k: Tensor, v: Tensor, scores: Tensor, o: Tensor, saved: Saved, chunks: Chunks, chains: Chains
-) -> None:
-    """Fills the slots, round by round, and o."""
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, o: Tensor, saved: Saved, chunks: Chunks,
+    chains: Chains,
+) -> None:  # fmt: skip
+    """Fills ``saved``, its slots round by round, and o."""
+    scores = prepare_chunks(q, k, v, g, beta, saved, chunks)
     state, new = empty_states(saved)
     run_rounds(make_states(k, v, state, new, saved, chunks, chains, leave=True), chains)
     _output_kernel[(len(state) * v.shape[1],)](

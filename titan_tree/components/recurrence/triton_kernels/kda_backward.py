@@ -40,6 +40,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_tree.components.recurrence.buffers import Run, Saved, precision, sizes
+from titan_tree.components.recurrence.triton_kernels.backward_kernels import head_gradient, sum_heads
 from titan_tree.components.recurrence.triton_kernels.forward_kernels import (
     SMALLEST_BETA,
     load_hidden,
@@ -256,8 +257,9 @@ def input_gradients(
     prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, do: Tensor, state: Tensor,
     dstate: Tensor, new: Tensor, x: Tensor, gradients: tuple[Tensor, ...], saved: Saved, chunks: Chunks,
 ) -> None:  # fmt: skip
-    """Fills the gradients dq and dk [N, G, K], dv, dg and dbeta."""
+    """Fills the gradients dq, dk, dv, dg and dbeta."""
     dq, dk, dv, dg, dbeta = gradients
+    q_part, k_part = head_gradient(dq, v), head_gradient(dk, v)
     constants, programs = sizes(q, v) | {"PRECISION": precision(q)}, len(state) * v.shape[1]
     dp, da = torch.empty_like(saved.inverse), torch.empty_like(saved.inverse)
     q_dq, k_dk = torch.empty_like(prepared.length), torch.empty_like(prepared.length)
@@ -267,5 +269,7 @@ def input_gradients(
     )  # fmt: skip
     _input_kernel[(programs,)](
         q, k, do, state, dstate, new, x, dp, da, q_dq, k_dk, prepared.total, prepared.q_length,
-        prepared.length, dq, dk, dg, chunks.start, q.shape[2] ** -0.5, **constants, **blocks(q),
+        prepared.length, q_part, k_part, dg, chunks.start, q.shape[2] ** -0.5, **constants, **blocks(q),
     )  # fmt: skip
+    sum_heads(q_part, dq)
+    sum_heads(k_part, dk)

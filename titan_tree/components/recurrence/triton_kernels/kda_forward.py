@@ -249,14 +249,7 @@ def fill(
     )  # fmt: skip
 
 
-def make_inverse(
-    prepared: Prepared, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, v: Tensor, saved: Saved, chunks: Chunks
-) -> None:
-    """Fills ``prepared`` and ``saved.inverse``."""
-    fill(prepared, q, k, g, v, saved.inverse, chunks)
-
-
-def scores(prepared: Prepared, *inputs: object, leave: bool) -> Tensor:
+def scores(prepared: Prepared, *inputs: object) -> Tensor:
     """Returns P, which is already computed."""
     return prepared.scores
 
@@ -284,12 +277,13 @@ def make_states(
 
 
 def outputs(
-    prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, scores: Tensor, o: Tensor, saved: Saved,
+    prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, o: Tensor, saved: Saved,
     chunks: Chunks, chains: Chains,
 ) -> None:  # fmt: skip
-    """Fills the slots, round by round, and o."""
+    """Fills ``saved``, its slots round by round, and o."""
+    fill(prepared, q, k, g, v, saved.inverse, chunks)
     state, new = empty_states(saved)
     run_rounds(make_states(prepared, k, v, state, new, saved, chunks, chains, leave=True), chains)
     _output_kernel[(len(state) * v.shape[1],)](
-        prepared.query, state, new, scores, o, chunks.start, **sizes(q, v), PRECISION=precision(q)
+        prepared.query, state, new, prepared.scores, o, chunks.start, **sizes(q, v), PRECISION=precision(q)
     )

@@ -9,7 +9,6 @@ chain starts from a slot that an earlier round filled. The backward pass runs th
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,9 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_tree.components.recurrence.buffers import Run, Saved, empty_saved, empty_states
+from titan_tree.components.recurrence.buffers import Run, Saved, beside, empty_saved, empty_states, join
 from titan_tree.components.recurrence.triton_kernels.backward_kernels import sum_children
-from titan_tree.components.recurrence.triton_kernels.forward_kernels import make_scores, prepare_chunks
 from titan_tree.errors import UserError
 from titan_tree.tree.chunks import Chains, Chunks
 
@@ -27,7 +25,9 @@ from titan_tree.tree.chunks import Chains, Chunks
 class Passes(NamedTuple):
     """The functions in which the backends and rules differ."""
 
-    outputs: Callable[..., None]  # (q, k, v, scores, o, saved, chunks, chains): fills o and the slots
+    # (q, k, v, g, beta, o, saved, chunks, chains): fills o and, but for slots of the gateway, ``saved``
+    outputs: Callable[..., None]
+    scores: Callable[..., Tensor]  # (q, k, v, saved, chunks): returns s P
     # (k, v, state, new, saved, chunks, chains): a pass that fills S^T and n^T, from filled slots
     states: Callable[..., Run]
     # (q, k, do, scores, dstate, x, slot_gradient, start_gradient, saved, chunks, chains): a pass that fills
@@ -35,8 +35,6 @@ class Passes(NamedTuple):
     state_gradients: Callable[..., Run]
     # (q, k, v, do, state, dstate, new, x, gradients, saved, chunks): fills gradients
     input_gradients: Callable[..., None]
-    prepare: Callable[..., None] = prepare_chunks  # (q, k, g, beta, v, saved, chunks): fills saved.inverse
-    scores: Callable[..., Tensor] = make_scores  # (q, k, v, saved, chunks, leave): returns P
 
 
 def forward(
@@ -54,17 +52,11 @@ def forward(
     if num_rows != expected:
         raise UserError(f"recurrence: the layout expected {expected} states from a gateway, got {num_rows}")
     saved = empty_saved(q, v, g, beta, chains)
-    passes.prepare(q, k, g, beta, v, saved, chunks)
     if states is not None:
         saved.slots[:num_rows] = states.mT
-    scores, o = passes.scores(q, k, v, saved, chunks, leave=True), torch.empty_like(v)
-    passes.outputs(q, k, v, scores, o, saved, chunks, chains)
+    o = torch.empty_like(v)
+    passes.outputs(q, k, v, g, beta, o, saved, chunks, chains)
     return o, saved.slots.index_select(0, chains.exported).mT.contiguous(), saved
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def backward(
@@ -73,44 +65,35 @@ def backward(
 ) -> list[Tensor]:  # fmt: skip
     """Runs ``RecurrenceBackend.backward`` with the kernels of ``passes``."""
     do, q, k, v, g = (x.contiguous() for x in (do, q, k, v, g))
-    (n, heads_k, width_k), (_, heads, width), rounds = k.shape, v.shape, chains.rounds.tolist()
-    dq, dk = (q.new_empty(n, heads, width_k) for _ in range(2))
-    dv, dg = torch.empty_like(v), torch.empty_like(g)
+    rounds = chains.rounds.tolist()
+    dq, dk, dv, dg = (torch.empty_like(x) for x in (q, k, v, g))
     dbeta = None if beta is None else torch.empty_like(beta, memory_format=torch.contiguous_format)
     state, new = empty_states(saved)
     recompute = passes.states(k, v, state, new, saved, chunks, chains)
 
     # Recompute the states from their slots, all chains at once. The reverse pass does not need them, and a
     # few chains cannot fill the GPU, so both run at the same time, on two streams.
-    if k.is_cuda:
-        main, side = torch.cuda.current_stream(k.device), _side_stream(k.device)
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            recompute(0, rounds[-1][0])
-    else:
+    with beside(k):
         recompute(0, rounds[-1][0])
-    scores = passes.scores(q, k, v, saved, chunks, leave=False)
+    scores = passes.scores(q, k, v, saved, chunks)
 
     dstate, x = empty_states(saved)
     if beta is None:
         new, x = v, dv
     slot_gradient, num_chains = torch.empty_like(saved.slots), len(chains.first)
-    start_gradient = saved.slots.new_empty(num_chains + len(dexported), heads, width, width_k)
+    start_gradient = saved.slots.new_empty(num_chains + len(dexported), *saved.slots.shape[1:])
     start_gradient[num_chains:] = dexported.mT
     run = passes.state_gradients(
         q, k, do, scores, dstate, x, slot_gradient, start_gradient, saved, chunks, chains
     )
-    for (chain, slot), (end, slot_end) in reversed(list(itertools.pairwise(rounds))):
+    for (chain, slot, _), (end, slot_end, _) in reversed(list(itertools.pairwise(rounds))):
         sum_children(start_gradient, slot_gradient, chains, slot, slot_end)
         run(chain, end)
     num_rows = rounds[0][1]
     sum_children(start_gradient, slot_gradient, chains, 0, num_rows)
 
-    if k.is_cuda:
-        main.wait_stream(side)
+    join(k)
     passes.input_gradients(q, k, v, do, state, dstate, new, x, (dq, dk, dv, dg, dbeta), saved, chunks)
-    if heads > heads_k:  # torch sums 16-bit numbers in fp32
-        dq, dk = (y.view(n, heads_k, -1, width_k).sum(2) for y in (dq, dk))
     gradients = [y for y in (dq, dk, dv, dg, dbeta) if y is not None]
     if states is not None:
         gradients.append(slot_gradient[:num_rows].mT.contiguous().to(states.dtype))
