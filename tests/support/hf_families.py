@@ -1,5 +1,6 @@
 """Tiny random models of transformers, one for each supported architecture."""
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -148,7 +149,10 @@ FAMILIES: dict[str, dict[str, object]] = {
 
 def hf_family(name: str, dtype: torch.dtype = torch.float32, **changes: object) -> PreTrainedModel:
     """Returns a random model whose layers matter: its matrices are larger than at the start of training."""
-    config = AutoConfig.for_model(name, **{**SIZES, **FAMILIES.get(name, {}), **changes})
+    try:
+        config = AutoConfig.for_model(name, **{**SIZES, **FAMILIES.get(name, {}), **changes})
+    except ValueError:
+        pytest.skip(f"this version of transformers has no {name}")
     torch.manual_seed(0)
     # The default experts multiply in bfloat16 only.
     model = AutoModelForCausalLM.from_config(

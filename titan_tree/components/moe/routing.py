@@ -112,8 +112,9 @@ class RouterBias(RouterBiasConfig):
         after a step:  b_e += rate * sign(mean load - load_e)
 
     Each layer has its own biases. An expert's load is the number of tokens routed to it in the global batch.
-    The method is from arXiv:2408.15664 and DeepSeek-V3 (arXiv:2412.19437). There p is a sigmoid. In the
-    models here it is a softmax, with probabilities near 1 / E, so the same rate changes choices faster.
+    The method is from arXiv:2408.15664 and DeepSeek-V3 (arXiv:2412.19437). There p is a sigmoid, as in
+    Kimi-Linear. In the other models here it is a softmax, with probabilities near 1 / E, so the same rate
+    changes choices faster.
 
     Args:
         rate: size of an update; 0 keeps the biases as they are.

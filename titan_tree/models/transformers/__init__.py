@@ -2,7 +2,8 @@
 
     support.py             which architectures are exact on trees, and why others are not
     attention_function.py  the attention function that transformers' layers call, and the cache of a partition
-    blocks.py              one layer as a function of its inputs, and the recurrent layers
+    mixers.py              recurrent layers and short convolutions, one function for each kind
+    blocks.py              one layer as a function of its inputs
     transformers_model.py  TransformersModel, which takes the layers of a model
     in_place.py            InPlaceModel, which leaves a model as it is
     snapshot.py            snapshots
