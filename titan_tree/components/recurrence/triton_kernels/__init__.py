@@ -8,9 +8,7 @@ Without a GPU, Triton's interpreter runs the kernels if TRITON_INTERPRET=1.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,10 +37,7 @@ def forward(
     chains: Chains,
 ) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
     """See ``RecurrenceBackend.forward``."""
-    if g.ndim == 2:
-        return launch.forward(PASSES, q, k, v, g, beta, states, chunks, chains)
-    assert beta is not None
-    passes = _kda_passes(kda_forward.empty_prepared(q, g, beta, chunks))
+    passes = PASSES if g.ndim == 2 else PASSES._replace(outputs=kda_forward.outputs)
     return launch.forward(passes, q, k, v, g, beta, states, chunks, chains)
 
 
@@ -54,18 +49,15 @@ def backward(
     passes = PASSES
     if g.ndim == 3:
         assert beta is not None
-        prepared = kda_forward.empty_prepared(q, g, beta, chunks)
-        kda_forward.fill(prepared, q, k, g, v, None, chunks)
-        passes = _kda_passes(prepared)
+        prepared = kda_forward.prepare(q, k, v, g, beta, chunks)
+        passes = launch.Passes(
+            kda_forward.outputs,
+            partial(kda_forward.scores, prepared),
+            partial(kda_forward.make_states, prepared),
+            partial(kda_backward.state_gradients, prepared),
+            partial(kda_backward.input_gradients, prepared),
+        )
     return launch.backward(passes, do, dexported, q, k, v, g, beta, states, saved, chunks, chains)
-
-
-def _kda_passes(prepared: kda_forward.Prepared) -> launch.Passes:
-    functions: tuple[Callable[..., Any], ...] = (
-        kda_forward.outputs, kda_forward.scores, kda_forward.make_states, kda_backward.state_gradients,
-        kda_backward.input_gradients,
-    )  # fmt: skip
-    return launch.Passes._make(partial(function, prepared) for function in functions)
 
 
 def is_automatic(device: torch.device) -> bool:

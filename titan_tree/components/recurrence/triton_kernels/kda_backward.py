@@ -46,7 +46,12 @@ from titan_tree.components.recurrence.triton_kernels.forward_kernels import (
     load_hidden,
     stages,
 )
-from titan_tree.components.recurrence.triton_kernels.kda_forward import LEVELS, Prepared, blocks, level_decay
+from titan_tree.components.recurrence.triton_kernels.kda_forward import (
+    LEVELS,
+    Prepared,
+    level_decay,
+    level_of_pairs,
+)
 from titan_tree.tree.chunks import Chains, Chunks
 
 # 1. Device code.
@@ -154,78 +159,78 @@ def _input_kernel(
     GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk and dg of one chunk and head."""
-    index = tl.program_id(0).to(tl.int64)
+    """dq, dk and dg of one chunk, head and block of channels."""
+    # The blocks of a chunk and head are neighbors, so that the tiles that all of them read stay in the cache.
+    BLOCKS: tl.constexpr = K // BLOCK_K
+    index = (tl.program_id(0) // BLOCKS).to(tl.int64)
     chunk, head = index // G, index % G
     start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
     size, start = end - start, start.to(tl.int64)
     t, column = tl.arange(0, C), tl.arange(0, V)
+    d = tl.program_id(0) % BLOCKS * BLOCK_K + tl.arange(0, BLOCK_K)
     is_token, token = (t < size)[:, None], start * G + head
     key_base = (start * (G // GROUP) + head // GROUP) * K
     total_ptr += token * K
-    pair, differ = t[:, None] * C + t[None, :], t[:, None] ^ t[None, :]
+    pair, pair_level = t[:, None] * C + t[None, :], level_of_pairs(t)
     new_tile = column[:, None] * C + t[None, :]
     value_tile = t[:, None] * (G * V) + column[None, :]
     q_length = tl.load(q_length_ptr + index * C + t)[:, None]
     length = tl.load(length_ptr + index * C + t)[:, None]
     q_dq = tl.load(q_dq_ptr + index * C + t)[:, None]
     k_dk = tl.load(k_dk_ptr + index * C + t)[:, None]
+    key_tile = t[:, None] * (G // GROUP * K) + d[None, :]
+    tile = t[:, None] * (G * K) + d[None, :]
+    total = tl.load(total_ptr + tile, mask=is_token, other=0.0)
+    q = tl.load(q_ptr + key_base + key_tile, mask=is_token, other=0.0).to(tl.float32) * q_length
+    k = tl.load(k_ptr + key_base + key_tile, mask=is_token, other=0.0).to(tl.float32) * length
 
-    for block in range(K // BLOCK_K):
-        d = block * BLOCK_K + tl.arange(0, BLOCK_K)
-        key_tile = t[:, None] * (G // GROUP * K) + d[None, :]
-        tile = t[:, None] * (G * K) + d[None, :]
-        total = tl.load(total_ptr + tile, mask=is_token, other=0.0)
-        q = tl.load(q_ptr + key_base + key_tile, mask=is_token, other=0.0).to(tl.float32) * q_length
-        k = tl.load(k_ptr + key_base + key_tile, mask=is_token, other=0.0).to(tl.float32) * length
+    # Through P and A.
+    dp = tl.load(dp_ptr + index * C * C + pair)
+    da = tl.load(da_ptr + index * C * C + pair)
+    dp_self = tl.load(dp_ptr + index * C * C + t * (C + 1)).to(tl.float32)[:, None]
+    dq, dk = dp_self * k, dp_self * q * scale
+    dtotal = tl.zeros([C, BLOCK_K], tl.float32)
+    for level in range(LEVELS):
+        decay = level_decay(total_ptr, total, t, d, level, size, G * K)
+        is_row = ((t >> level) & 1 == 1)[:, None]
+        meets = pair_level == level
+        key = (k * decay).to(dp.dtype)
+        mixed = (tl.where(is_row, q * scale, k) * decay).to(dp.dtype)
+        from_p = tl.dot(tl.where(meets, dp, 0.0), mixed, input_precision=PRECISION)
+        from_a = tl.dot(tl.where(meets, da, 0.0), key, input_precision=PRECISION)
+        both = mixed.to(tl.float32) * from_p + key.to(tl.float32) * from_a
+        dtotal += tl.where(is_row, both, -both)
+        dq += tl.where(is_row, decay, 0.0) * from_p
+        dk += decay * from_a + tl.where(is_row, 0.0, decay) * from_p
 
-        # Through P and A.
-        dp = tl.load(dp_ptr + index * C * C + pair)
-        da = tl.load(da_ptr + index * C * C + pair)
-        self_dp = tl.sum(tl.where(differ == 0, dp.to(tl.float32), 0.0), 1)[:, None]
-        dq, dk = self_dp * k, self_dp * q * scale
-        dtotal = tl.zeros([C, BLOCK_K], tl.float32)
-        for level in range(LEVELS):
-            decay = level_decay(total_ptr, total, t, d, level, size, G * K)
-            is_row = ((t >> level) & 1 == 1)[:, None]
-            meets = (differ >> level) == 1
-            key = (k * decay).to(dp.dtype)
-            mixed = tl.where(is_row, (q * scale * decay).to(dp.dtype), key)
-            from_p = tl.dot(tl.where(meets, dp, 0.0), mixed, input_precision=PRECISION)
-            from_a = tl.dot(tl.where(meets, da, 0.0), key, input_precision=PRECISION)
-            dq += tl.where(is_row, decay * from_p, 0.0)
-            dk += decay * (from_a + tl.where(is_row, 0.0, from_p))
-            both = mixed.to(tl.float32) * from_p + key.to(tl.float32) * from_a
-            dtotal += tl.where(is_row, both, -both)
+    # Through the chunk's first state, and through its last one.
+    gain = tl.exp2(total)
+    state_tile = column[:, None] * K + d[None, :]
+    state = tl.load(state_ptr + index * K * V + state_tile)
+    do = tl.load(do_ptr + token * V + value_tile, mask=is_token, other=0.0)
+    from_state = tl.dot(do, state, input_precision=PRECISION) * gain
+    dq += from_state
+    dtotal += q * scale * from_state
+    x = tl.load(x_ptr + index * C * V + new_tile)
+    from_state = tl.dot(tl.trans(x), state, input_precision=PRECISION) * gain
+    dk -= from_state
+    dtotal -= k * from_state
+    new = tl.load(new_ptr + index * C * V + new_tile)
+    dstate = tl.load(dstate_ptr + index * K * V + state_tile)
+    last = tl.load(total_ptr + (size - 1) * (G * K) + d)
+    written = tl.dot(tl.trans(new), dstate, input_precision=PRECISION)
+    written *= tl.where(is_token, tl.exp2(last[None, :] - total), 0.0)
+    dk += written
+    written *= k
+    dtotal -= written
+    d_last = tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0) * tl.exp2(last)
+    dg = tl.cumsum(dtotal, 0, reverse=True) + (d_last + tl.sum(written, 0))[None, :]
+    tl.store(dg_ptr + token * K + tile, dg.to(dg_ptr.dtype.element_ty), mask=is_token)
 
-        # Through the chunk's first state, and through its last one.
-        gain = tl.exp2(total)
-        state_tile = column[:, None] * K + d[None, :]
-        state = tl.load(state_ptr + index * K * V + state_tile)
-        do = tl.load(do_ptr + token * V + value_tile, mask=is_token, other=0.0)
-        from_state = tl.dot(do, state, input_precision=PRECISION) * gain
-        dq += from_state
-        dtotal += q * scale * from_state
-        x = tl.load(x_ptr + index * C * V + new_tile)
-        from_state = tl.dot(tl.trans(x), state, input_precision=PRECISION) * gain
-        dk -= from_state
-        dtotal -= k * from_state
-        new = tl.load(new_ptr + index * C * V + new_tile)
-        dstate = tl.load(dstate_ptr + index * K * V + state_tile)
-        last = tl.load(total_ptr + (size - 1) * (G * K) + d)
-        written = tl.dot(tl.trans(new), dstate, input_precision=PRECISION)
-        written *= tl.where(is_token, tl.exp2(last[None, :] - total), 0.0)
-        dk += written
-        written *= k
-        dtotal -= written
-        d_last = tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0) * tl.exp2(last)
-        dg = tl.cumsum(dtotal, 0, reverse=True) + (d_last + tl.sum(written, 0))[None, :]
-        tl.store(dg_ptr + token * K + tile, dg.to(dg_ptr.dtype.element_ty), mask=is_token)
-
-        dq = (scale * dq - q * q_dq) * q_length
-        tl.store(dq_ptr + token * K + tile, dq.to(dq_ptr.dtype.element_ty), mask=is_token)
-        dk = (dk - k * k_dk) * length
-        tl.store(dk_ptr + token * K + tile, dk.to(dk_ptr.dtype.element_ty), mask=is_token)
+    dq = (scale * dq - q * q_dq) * q_length
+    tl.store(dq_ptr + token * K + tile, dq.to(dq_ptr.dtype.element_ty), mask=is_token)
+    dk = (dk - k * k_dk) * length
+    tl.store(dk_ptr + token * K + tile, dk.to(dk_ptr.dtype.element_ty), mask=is_token)
 
 
 # 2. Launches.
@@ -267,9 +272,11 @@ def input_gradients(
         prepared.query, v, prepared.beta, do, state, new, x, prepared.scores, dp, da, q_dq, k_dk, dv, dbeta,
         chunks.start, **constants, num_warps=8,
     )  # fmt: skip
-    _input_kernel[(programs,)](
+    block = min(q.shape[2], 64)
+    _input_kernel[(programs * (q.shape[2] // block),)](
         q, k, do, state, dstate, new, x, dp, da, q_dq, k_dk, prepared.total, prepared.q_length,
-        prepared.length, q_part, k_part, dg, chunks.start, q.shape[2] ** -0.5, **constants, **blocks(q),
+        prepared.length, q_part, k_part, dg, chunks.start, q.shape[2] ** -0.5, **constants, BLOCK_K=block,
+        num_warps=8, num_stages=1,
     )  # fmt: skip
     sum_heads(q_part, dq)
     sum_heads(k_part, dk)

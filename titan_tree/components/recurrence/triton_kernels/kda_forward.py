@@ -50,7 +50,7 @@ LEVELS = tl.constexpr(CHUNK.bit_length() - 1)
 
 
 class Prepared(NamedTuple):
-    """What ``fill`` computes for all chunks at once: [N, G, K], unless stated otherwise."""
+    """What ``prepare`` computes for all chunks at once: [N, G, K], unless stated otherwise."""
 
     total: Tensor  # G in base 2, fp32
     query: Tensor  # exp(G) q, in the dtype of q, as are the next two
@@ -77,6 +77,15 @@ def level_decay(total_ptr, total, t, d, level, size, STRIDE: tl.constexpr):
 
 
 @triton.jit
+def level_of_pairs(t):
+    """The level at which each pair of tokens t [C] meets, as [C, C]: the highest bit in which they differ.
+
+    It is negative for a token and itself. The exponent of a floating-point number is its highest bit.
+    """
+    return ((t[:, None] ^ t[None, :]).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+
+
+@triton.jit
 def _prepare_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr, total_ptr, query_ptr, read_ptr, write_ptr, keep_ptr, q_length_ptr,
     length_ptr, p_ptr, inverse_ptr, start_ptr, scale,
@@ -95,13 +104,17 @@ def _prepare_kernel(
     total_ptr += token * K
     key_rows = t[:, None] * (G // GROUP * K)
     whole = key_rows + tl.arange(0, K)[None, :]
-    q_length = inverse_length(tl.load(q_ptr + whole, mask=is_token, other=0.0))
-    length = inverse_length(tl.load(k_ptr + whole, mask=is_token, other=0.0))
+    q = tl.load(q_ptr + whole, mask=is_token, other=0.0).to(tl.float32)
+    k = tl.load(k_ptr + whole, mask=is_token, other=0.0).to(tl.float32)
+    q_length, length = inverse_length(q), inverse_length(k)
     tl.store(q_length_ptr + index * C + t, q_length)
     tl.store(length_ptr + index * C + t, length)
+    q_length *= scale
+    with_itself = tl.sum(q * k, 1) * q_length * length
 
-    differ = t[:, None] ^ t[None, :]
-    p, kk = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)  # kk is symmetric: A without beta
+    # Without beta, A is the lower triangle of a symmetric matrix. The upper triangle of p has no meaning.
+    p, kk = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    pair_level = level_of_pairs(t)
     for block in range(K // BLOCK_K):
         d = block * BLOCK_K + tl.arange(0, BLOCK_K)
         tile = t[:, None] * (G * K) + d[None, :]
@@ -110,27 +123,27 @@ def _prepare_kernel(
         )
         tl.store(total_ptr + tile, total, mask=is_token)
         tl.debug_barrier()  # ``level_decay`` reads what other threads store here
-        last = tl.sum(tl.where(t[:, None] == C - 1, total, 0.0), 0)
+        last = tl.load(total_ptr + (size - 1) * (G * K) + d)
         tl.store(keep_ptr + index * K + d, tl.exp2(last))
         key_tile = key_rows + d[None, :]
         gain = tl.exp2(total)
-        q = tl.load(q_ptr + key_tile, mask=is_token, other=0.0).to(tl.float32) * (q_length * scale)[:, None]
-        tl.store(query_ptr + token * K + tile, (q * gain).to(query_ptr.dtype.element_ty), mask=is_token)
-        k = tl.load(k_ptr + key_tile, mask=is_token, other=0.0).to(tl.float32) * length[:, None]
-        tl.store(read_ptr + token * K + tile, (-gain * k).to(read_ptr.dtype.element_ty), mask=is_token)
-        write = tl.exp2(last[None, :] - total) * k
+        q_block = tl.load(q_ptr + key_tile, mask=is_token, other=0.0).to(tl.float32) * q_length[:, None]
+        tl.store(query_ptr + token * K + tile, (q_block * gain).to(query_ptr.dtype.element_ty), mask=is_token)
+        k_block = tl.load(k_ptr + key_tile, mask=is_token, other=0.0).to(tl.float32) * length[:, None]
+        tl.store(read_ptr + token * K + tile, (-gain * k_block).to(read_ptr.dtype.element_ty), mask=is_token)
+        write = tl.exp2(last[None, :] - total) * k_block
         tl.store(write_ptr + token * K + tile, write.to(write_ptr.dtype.element_ty), mask=is_token)
 
-        p += tl.where(differ == 0, tl.sum(q * k, 1)[:, None], 0.0)
         for level in range(LEVELS):
             decay = level_decay(total_ptr, total, t, d, level, size, G * K)
-            row, column = (q * decay).to(p_ptr.dtype.element_ty), (k * decay).to(p_ptr.dtype.element_ty)
-            meets = (differ >> level) == 1
-            product = tl.dot(row, tl.trans(column), input_precision=PRECISION)
-            p += tl.where(meets & (t[:, None] > t[None, :]), product, 0.0)
+            row = (q_block * decay).to(p_ptr.dtype.element_ty)
+            column = (k_block * decay).to(p_ptr.dtype.element_ty)
+            meets = pair_level == level
+            p += tl.where(meets, tl.dot(row, tl.trans(column), input_precision=PRECISION), 0.0)
             if INVERSE:
                 kk += tl.where(meets, tl.dot(column, tl.trans(column), input_precision=PRECISION), 0.0)
 
+    p = tl.where(t[:, None] > t[None, :], p, tl.where(t[:, None] == t[None, :], with_itself[:, None], 0.0))
     pair = t[:, None] * C + t[None, :]
     tl.store(p_ptr + index * C * C + pair, p.to(p_ptr.dtype.element_ty))
     if INVERSE:
@@ -217,36 +230,25 @@ def _output_kernel(
 # 2. Launches.
 
 
-def blocks(q: Tensor) -> dict[str, int | None]:
-    """Returns the options of kernels that compute all levels of a block of channels after another.
-
-    In 16 bits, two programs fit on a multiprocessor.
-    """
-    maxnreg = 128 if q.dtype != torch.float32 else None
-    return {"BLOCK_K": min(q.shape[2], 32), "num_warps": 8, "num_stages": 1, "maxnreg": maxnreg}
-
-
-def empty_prepared(q: Tensor, g: Tensor, beta: Tensor, chunks: Chunks) -> Prepared:
-    """Returns an uninitialized ``Prepared``."""
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks, inverse: Tensor | None = None
+) -> Prepared:
+    """Returns ``Prepared``, for inputs of any strides. Also fills ``inverse`` if given: T of each chunk."""
+    q, k, g, beta = (x.contiguous() for x in (q, k, g, beta))
     (_, heads, width_k), num_chunks = g.shape, len(chunks.before)
     total = g.new_empty(g.shape, dtype=torch.float32)
     query, read, write = q.new_empty(3, *g.shape)
     q_length, length = total.new_empty(2, num_chunks, heads, CHUNK)
     keep, scores = total.new_empty(num_chunks, heads, width_k), q.new_empty(num_chunks, heads, CHUNK, CHUNK)
-    return Prepared(total, query, read, write, keep, q_length, length, scores, beta.contiguous())
-
-
-def fill(
-    prepared: Prepared, q: Tensor, k: Tensor, g: Tensor, v: Tensor, inverse: Tensor | None, chunks: Chunks
-) -> None:
-    """Fills ``prepared`` and, if given, ``inverse``: T [chunks, G, 64, 64]."""
-    q, k, g = (x.contiguous() for x in (q, k, g))
-    *tensors, beta = prepared
-    _prepare_kernel[(len(prepared.scores) * g.shape[1],)](
-        q, k, g, beta, *tensors, inverse, chunks.start, q.shape[2] ** -0.5, **sizes(q, v),
+    prepared = Prepared(total, query, read, write, keep, q_length, length, scores, beta)
+    _prepare_kernel[(num_chunks * heads,)](
+        q, k, g, beta, *prepared[:-1], inverse, chunks.start, width_k**-0.5, **sizes(q, v),
         PRECISION=precision(q), INVERSE_PRECISION="tf32" if q.dtype != torch.float32 else precision(q),
-        INVERSE=inverse is not None, **blocks(q),
+        INVERSE=inverse is not None, BLOCK_K=min(width_k, 64), num_warps=8, num_stages=1,
+        # In 16 bits, two programs fit on a multiprocessor.
+        maxnreg=128 if q.dtype != torch.float32 else None,
     )  # fmt: skip
+    return prepared
 
 
 def scores(prepared: Prepared, *inputs: object) -> Tensor:
@@ -277,11 +279,11 @@ def make_states(
 
 
 def outputs(
-    prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, o: Tensor, saved: Saved,
-    chunks: Chunks, chains: Chains,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, o: Tensor, saved: Saved, chunks: Chunks,
+    chains: Chains,
 ) -> None:  # fmt: skip
     """Fills ``saved``, its slots round by round, and o."""
-    fill(prepared, q, k, g, v, saved.inverse, chunks)
+    prepared = prepare(q, k, v, g, beta, chunks, saved.inverse)
     state, new = empty_states(saved)
     run_rounds(make_states(prepared, k, v, state, new, saved, chunks, chains, leave=True), chains)
     _output_kernel[(len(state) * v.shape[1],)](
