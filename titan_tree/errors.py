@@ -180,6 +180,10 @@ class _Repr(reprlib.Repr):
     def repr_str(self, x: str, level: int) -> str:
         return super().repr_str(hide(x), level)
 
+    def repr_int(self, x: int, level: int) -> str:
+        repr(x)  # raises ValueError if it is too long; Python 3.14's reprlib prints its address then
+        return super().repr_int(x, level)
+
 
 _secrets: dict[str, re.Pattern[str]] = {}  # each with its spellings
 _URL_USER = re.compile(r"(?<=://)[^/\s]*@")

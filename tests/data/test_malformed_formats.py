@@ -661,7 +661,7 @@ def test_a_data_set_names_only_files_in_its_folder(tmp_path, name, message):
         ('{"_data_files": [{"filename": "a\\u0000"}]}', "expected names of files in this folder, each once"),
         ('{"_data_files": [{"filename": "a"}], "_data_files": []}', "_data_files: expected every key once"),
         ('{"_data_files": [], "_indices_data_files": [{"filename": "b"}]}', "an index selects the rows"),
-        ("[" * 10_000, "nested"),
+        ("[" * 200_000, "nested"),
     ],
 )
 def test_a_contradictory_state_of_a_data_set_is_refused(tmp_path, state, message):

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+from torch.distributed.distributed_c10d import _world
 
 from titan_tree.errors import UserError
 
@@ -55,7 +55,8 @@ def record_collectives(folder: Path) -> None:
 def set_timeout(seconds: float) -> None:
     """Sets how long the collectives of all groups of this rank may take from now on."""
     for group in list(_world.pg_map):
-        _set_pg_timeout(timedelta(seconds=seconds), group)
+        for device in group._device_types:
+            group._get_backend(device)._set_default_timeout(timedelta(seconds=seconds))
 
 
 @contextmanager

@@ -87,7 +87,7 @@ def test_python_objects_in_messages_cause_one_line_errors_or_none():
         ({(1, 2): 3}, "TypeError: keys must be str, int"),
         ({1, 2}, "TypeError: Object of type set is not JSON serializable"),
         (10**5000, "ValueError: Exceeds the limit"),
-        (deep, "RecursionError: maximum recursion depth exceeded"),
+        (deep, "RecursionError: "),
     ):
         for messages, tools in (([{**said, "x": value}], None), ([said], [{"x": value}])):
             with pytest.raises(UserError) as caught:

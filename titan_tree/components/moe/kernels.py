@@ -113,5 +113,6 @@ def _sum_rows_kernel(x, index, out, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK:
     total = tl.zeros((BLOCK,), tl.float32)
     for j in range(WIDTH):
         source = tl.load(index + row * WIDTH + j).to(tl.int64)
-        total += tl.load(x + source * D + column, mask=mask & (source >= 0), other=0.0).to(tl.float32)
+        is_row = tl.where(source >= 0, mask, False)  # triton 3.9's interpreter cannot load with mask & scalar
+        total += tl.load(x + source * D + column, mask=is_row, other=0.0).to(tl.float32)
     tl.store(out + row * D + column, total.to(out.dtype.element_ty), mask=mask)

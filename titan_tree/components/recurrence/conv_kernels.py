@@ -4,7 +4,8 @@ A program handles one group of chunks and one block of channels. Programs of one
 
 The window of a token is a tuple of rows and the weight a tuple of taps. Both are ordered by distance to the
 token, the token itself first, and are fp32. Row numbers are int64 because N * D may exceed 2**31; offsets
-within a chunk are int32.
+within a chunk are int32. tl.where joins a mask and a condition on a scalar: the interpreter of Triton 3.9
+cannot load with `mask & condition`.
 
 Letters: D channels, windows of W tokens.
 """
@@ -56,9 +57,9 @@ def _load_past(token, x, tails, sources, d, mask, D: tl.constexpr, W: tl.constex
     past = ()
     for j in tl.static_range(1, W):
         source = tl.load(sources + token * W + (W - 1 - j)).to(tl.int64)
-        row = _load(x, source, d, mask & (source >= 0), D)
+        row = _load(x, source, d, tl.where(source >= 0, mask, False), D)
         if tails is not None:
-            row += _load(tails, -2 - source, d, mask & (source < -1), D)
+            row += _load(tails, -2 - source, d, tl.where(source < -1, mask, False), D)
         past += (row,)
     return past
 
@@ -93,12 +94,12 @@ def _forward_kernel(
         for begin in range(0, length, ROWS):
             rows = ()
             for i in tl.static_range(ROWS):  # issue all loads before using any, so that they overlap
-                rows += (_load(x + first * D, begin + i, d, mask & (begin + i < length), D),)
+                rows += (_load(x + first * D, begin + i, d, tl.where(begin + i < length, mask, False), D),)
             for i in tl.static_range(ROWS):
                 z = _convolve(taps, base, rows[i], past, W)
                 if SILU:
                     z *= tl.sigmoid(z)
-                _store(y + first * D, begin + i, z, d, mask & (begin + i < length), D)
+                _store(y + first * D, begin + i, z, d, tl.where(begin + i < length, mask, False), D)
                 past = _push(rows[i], past)[: W - 1]
 
 
@@ -135,7 +136,7 @@ def _backward_kernel(
             rows = ()
             upstream = ()
             for i in tl.static_range(ROWS):
-                is_live = mask & (begin + i < live)
+                is_live = tl.where(begin + i < live, mask, False)
                 rows += (_load(x + first * D, begin + i, d, is_live, D),)
                 upstream += (_load(dy + first * D, begin + i, d, is_live, D),)
             for i in tl.static_range(ROWS):
@@ -160,10 +161,11 @@ def _backward_kernel(
                 sums = new[: W - 1]
                 # The token W - 1 before this one is in no later window: its gradient is complete.
                 done = token - (W - 1)
-                _store(dx + first * D, done, new[W - 1], d, mask & (done >= 0) & (done < length), D)
-                _store(first_rows + edge, token, new[W - 1], d, mask & (token < to_first), D)
+                is_own = (done >= 0) & (done < length)
+                _store(dx + first * D, done, new[W - 1], d, tl.where(is_own, mask, False), D)
+                _store(first_rows + edge, token, new[W - 1], d, tl.where(token < to_first, mask, False), D)
                 is_last = (token >= length) & (token < to_last) & (done >= 0)
-                _store(last_rows + edge, token - length, new[W - 1], d, mask & is_last, D)
+                _store(last_rows + edge, token - length, new[W - 1], d, tl.where(is_last, mask, False), D)
     for j in tl.static_range(W):
         _store(partial, program * sums_of + (W - 1 - j), dtaps[j], d, mask, D)
     if bias is not None:
