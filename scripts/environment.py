@@ -140,7 +140,7 @@ def requirements(extra: str) -> list[str]:
 
 
 def name_of(requirement: str) -> str:
-    """Returns the name in a requirement: "torch" for "torch>=2.11,<2.14"."""
+    """Returns the name in a requirement: "torch" for "torch>=2.11,<2.16"."""
     return re.match(r"[\w.-]+", requirement)[0]
 
 

@@ -1,6 +1,7 @@
 """The archives of a release: what they contain, and the command that they install."""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -104,11 +105,16 @@ def test_workflows_and_the_container_file_name_files_that_exist() -> None:
         steps = [step for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
         commands += [shlex.split(step["run"], comments=True) for step in steps]
     scripts = [words for words in commands if "/" in words[0]]
-    assert [words[0] for words in scripts] == [".ci/run", "./scripts/test.sh", "./scripts/test.sh"]
+    assert [words[0] for words in scripts] == [
+        ".ci/run",
+        "scripts/versions.sh",
+        "./scripts/test.sh",
+        "./scripts/test.sh",
+    ]
     for words in scripts:
         assert os.access(ROOT / words[0], os.X_OK)
         assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
-    torch = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"][0]
+    (torch,) = re.findall(r"^torch==.*", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert ["pip", "install", torch, "--index-url", "https://download.pytorch.org/whl/cpu"] in commands
 
     copied = []

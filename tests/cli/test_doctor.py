@@ -75,7 +75,7 @@ def test_a_package_outside_its_range_or_missing_is_a_problem_with_the_command_th
     )
     found = problems(capsys)
     assert found == {
-        "torch": "2.10.0; expected <2.14,>=2.11 python -m pip install 'torch<2.14,>=2.11'",
+        "torch": "2.10.0; expected <2.16,>=2.11 python -m pip install 'torch<2.16,>=2.11'",
         "triton": "not installed; expected >=3.6 python -m pip install 'triton>=3.6'",
         "torchao": "0.1; expected ==0.18.0 python -m pip install 'torchao==0.18.0'",
     }
@@ -91,7 +91,7 @@ def test_a_vendors_build_before_a_release_counts_as_the_release(monkeypatch):
     python, requirements = machine._requirements()
     torch_range = next(r.specifier for r in requirements if r.name == "torch")
     assert machine._compare("torch", "2.11.0a0+nv26.1", torch_range, "").ok
-    assert not machine._compare("torch", "2.14.0", torch_range, "").ok
+    assert not machine._compare("torch", "2.16.0", torch_range, "").ok
     assert not machine._compare("python", "3.10.4", python, "").ok
 
 
