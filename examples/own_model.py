@@ -22,13 +22,16 @@ class Sequence:
         padded = F.pad(x.T, (weight.shape[1] - 1, 0))
         return F.silu(F.conv1d(padded, weight[:, None], groups=len(weight))).T
 
-    def delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
-        q = q * q.shape[-1] ** -0.5
+    def recurrence(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None) -> Tensor:
+        if beta is not None:
+            q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+            q = q * q.shape[-1] ** -0.5
+        decay = g.exp().view(*v.shape[:2], -1, 1)  # one per head, or one per channel of the keys
         state, out = v.new_zeros(v.shape[1], k.shape[2], v.shape[2]), []
         for t in range(len(v)):
-            state = g[t].exp()[:, None, None] * state
-            update = beta[t][:, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
+            state, update = decay[t] * state, v[t]
+            if beta is not None:
+                update = beta[t][:, None] * (update - torch.einsum("hkv,hk->hv", state, k[t]))
             state = state + torch.einsum("hk,hv->hkv", k[t], update)
             out.append(torch.einsum("hkv,hk->hv", state, q[t]))
         return torch.stack(out)
@@ -58,7 +61,7 @@ class OwnModel(nn.Module):
         y = self.norms[1](x)
         q, k, v = tree.conv(self.mix(y), self.conv).unflatten(-1, (3, H, K)).unbind(1)
         g, beta = self.gates(y).chunk(2, dim=-1)
-        x = x + tree.delta_rule(q, k, v, -F.softplus(g), beta.sigmoid()).flatten(1)
+        x = x + tree.recurrence(q, k, v, -F.softplus(g), beta.sigmoid()).flatten(1)
         return self.norms[2](x)
 
     def forward(self, tokens: Tensor) -> Tensor:

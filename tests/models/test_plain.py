@@ -16,10 +16,21 @@ from titan_tree.scoring.score_trees import tree_logprobs
 from titan_tree.tree.token_tree import TokenTree
 
 
+class AllRules(OwnModel):
+    """Runs Kimi Delta Attention and Mamba-2's SSD after the layers of ``OwnModel``, with its weights."""
+
+    def hidden_states(self, tokens: Tensor, positions: Tensor, tree) -> Tensor:
+        x = super().hidden_states(tokens, positions, tree)
+        q, k, v = self.mix(x).unflatten(-1, (3, 2, 16)).unbind(1)
+        g, beta = self.gates(x).chunk(2, dim=-1)
+        x = x + tree.recurrence(q, k, v, -nn.functional.softplus(v), beta.sigmoid()).flatten(1)
+        return x + tree.recurrence(q, k, v, -nn.functional.softplus(g)).flatten(1)
+
+
 @pytest.fixture
 def module() -> OwnModel:
     torch.manual_seed(0)
-    return OwnModel().double()
+    return AllRules().double()
 
 
 def logprobs_alone(module: OwnModel, tokens: list[int]) -> Tensor:
@@ -43,7 +54,7 @@ def test_a_step_equals_the_module_on_each_path(module: OwnModel, seed: int, max_
     step = TreeStep(PlainModel(module), TreeLoss("sft"), partitioner=partitioner)
     result = step.run(step.prepare([[TokenTree.from_paths(group) for group in groups]]))
     assert (result.counts.gateway_bytes > 0) == (max_tokens is not None)
-    assert relative_error(result.loss, want.detach()) < 1e-7  # the loss is fp32
+    assert relative_error(result.loss, want.detach()) < 2e-7  # the loss is fp32
     for name, p in module.named_parameters():
         assert relative_error(p.grad, gradients[name]) < 1e-7, name  # weights of paths are fp32
 
@@ -71,8 +82,8 @@ def test_dropout_is_refused(module: OwnModel) -> None:
 
 
 def test_costs_are_those_of_matrices_and_calls(module: OwnModel) -> None:
-    """Three linears and the gates of 32 x 96, 32 x 96 and 32 x 4; 2 heads of dim 16."""
+    """Linears of 32 x 96, 32 x 96 and 32 x 4, a convolution, three recurrences; 2 heads of dim 16."""
     costs = PlainModel(module).costs()
-    assert costs.flops_per_token == 6 * (2 * 32 * 96 + 32 * 4 + 96 * 4) + 18 * 2 * 16 * 16
+    assert costs.flops_per_token == 6 * (2 * 32 * 96 + 32 * 4 + 96 * 4) + (18 + 18 + 12) * 2 * 16 * 16
     assert costs.flops_per_visible_pair == 12 * 32
     assert costs.flops_per_edge == 6 * 61 * 32

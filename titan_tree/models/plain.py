@@ -13,7 +13,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from titan_tree.components.recurrence import TreeGDN, tree_causal_conv1d
+from titan_tree.components.recurrence import TreeGDN, TreeKDA, TreeSSD, tree_causal_conv1d
 from titan_tree.components.tree_attention import Scoring, TreeAttention
 from titan_tree.components.tree_attention.operator import PLAIN
 from titan_tree.errors import UserError
@@ -45,7 +45,7 @@ class TreePass:
     """
 
     layout: TreeLayout
-    kernels: tuple[TreeAttention, TreeGDN]
+    kernels: tuple[TreeAttention, TreeGDN, TreeKDA, TreeSSD]
     gateway: Iterator[Tensor]  # what earlier partitions exported; empty outside of partitions
     exports: list[Tensor] = field(default_factory=list)
 
@@ -79,9 +79,16 @@ class TreePass:
             self.exports.append(tails)
         return out
 
-    def delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """Returns the gated delta rule along each path, [N, G, V]. Arguments: see ``TreeGDN``."""
-        out, states = self.kernels[1](q, k, v, g, beta, self.layout, next(self.gateway, None))
+    def recurrence(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None) -> Tensor:
+        """Returns a recurrence along each path, [N, G, V]. Without beta, it is ``TreeSSD``'s.
+
+        With beta, it is that of ``TreeGDN`` for g [N, G], and that of ``TreeKDA`` for g [N, G, K]. The
+        arguments are theirs.
+        """
+        _, gdn, kda, ssd = self.kernels
+        gates = (g,) if beta is None else (g, beta)
+        rule = ssd if beta is None else gdn if g.ndim == 2 else kda
+        out, states = rule(q, k, v, *gates, self.layout, next(self.gateway, None))
         if states is not None:
             self.exports.append(states)
         return cast(Tensor, out)
@@ -111,9 +118,10 @@ class _Survey(TreePass):
         self.rows.append(CachedRows("states", (weight.shape[1] - 1, weight.shape[0])))
         return torch.zeros_like(x)
 
-    def delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    def recurrence(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None) -> Tensor:
         self.rows.append(CachedRows("states", (*v.shape[1:2], *k.shape[2:], *v.shape[2:]), is_wide=True))
-        self.flops_per_token += 18 * math.prod(self.rows[-1].shape)  # see ``GatedDeltaNet.flops``
+        # See ``GatedDeltaNet.flops``. Without the delta rule, no key reads the state.
+        self.flops_per_token += (12 if beta is None else 18) * math.prod(self.rows[-1].shape)
         return torch.zeros_like(v)
 
 
@@ -132,7 +140,7 @@ class PlainModel(TreeModel):
         module: has ``hidden_states`` and ``output_weight``, see ``Plain``. It keeps its parameters.
         max_positions: the longest path that the module can read, in tokens.
         attention: the backend of ``TreeAttention``.
-        recurrence: the backend of ``TreeGDN``.
+        recurrence: the backend of ``TreeGDN``, ``TreeKDA`` and ``TreeSSD``.
     Raises:
         UserError: the module lacks one of them, or has dropout.
     """
@@ -159,11 +167,13 @@ class PlainModel(TreeModel):
         weight = cast(Plain, module).output_weight
         limits = PlainConfig(vocab_size=len(weight), max_position_embeddings=max_positions)
         super().__init__(limits, attention)
-        self.module, self.gdn, self.layers = module, TreeGDN(recurrence), nn.ModuleList()
+        self.module, self.layers = module, nn.ModuleList()
+        rules = TreeGDN(recurrence), TreeKDA(recurrence), TreeSSD(recurrence)
+        self.kernels = (self.attention, *rules)
         tokens = torch.zeros(2, dtype=torch.int64, device=weight.device)
         positions = torch.arange(2, dtype=torch.int32, device=weight.device)
         layout = TreeLayout(positions=positions, subtree_end=tokens, key_index=tokens)
-        self.survey = _Survey(layout, (self.attention, self.gdn), iter(()))
+        self.survey = _Survey(layout, self.kernels, iter(()))
         with torch.no_grad():
             self.plain.hidden_states(tokens, positions, self.survey)
         self.cache_streams = [rows.stream for rows in self.survey.rows]
@@ -177,7 +187,7 @@ class PlainModel(TreeModel):
     def run_layers(
         self, batch: TreeBatch, layout: TreeLayout, gateway: Sequence[Tensor], embedding: Tensor
     ) -> LayersOutput:
-        current = TreePass(layout, (self.attention, self.gdn), iter(gateway))
+        current = TreePass(layout, self.kernels, iter(gateway))
         return LayersOutput(
             self.plain.hidden_states(batch.tokens, layout.positions, current), current.exports
         )
