@@ -34,6 +34,7 @@ MODULES = (
     "tests.components.tree_attention.test_hopper_builds",
     "tests.components.tree_attention.test_triton_builds",
     "tests.components.recurrence.test_hopper_builds",
+    "tests.components.recurrence.test_kda_builds",
 )
 RECORD = Path(__file__).with_name("hopper_reports.json")
 SHARED_MEMORY = 227 * 1024  # bytes that one block can use on Hopper
