@@ -14,7 +14,6 @@ from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.components.tree_tokenizer.messages import normalize_messages
 from titan_tree.data import demo
 from titan_tree.models.decoder import build_model
-from titan_tree.rl.truncation import Truncation
 from titan_tree.run.saved_model import SavedModel
 
 CONFIG = Path(__file__).parents[2] / "train_configs" / "demo.toml"
@@ -54,11 +53,6 @@ def test_transformers_encodes_decodes_and_renders_as_the_byte_tokenizer(export: 
             messages, tools=record["tools"], tokenize=False, add_generation_prompt=True
         )
         assert rendered == ours.render(messages, record["tools"], add_generation_prompt=True)
-
-
-def test_the_temperature_divides_logits() -> None:
-    logits = torch.tensor([[1.0, 2.0, -4.0]])
-    assert torch.equal(Truncation(temperature=0.5).apply(logits), 2 * logits)
 
 
 def test_chat_answers_lines_of_a_pipe(

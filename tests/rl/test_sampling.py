@@ -20,7 +20,7 @@ from titan_tree.rl.environment import Desk, Reply
 from titan_tree.rl.generate_sampler import GenerateSampler
 from titan_tree.rl.rollouts import Chat, Rollout, branches, play
 from titan_tree.rl.sampler import Completion
-from titan_tree.rl.truncation import Truncation
+from titan_tree.rl.truncation import KeptIds, Truncation
 from titan_tree.scoring.score_trees import score_trees
 from titan_tree.tree.token_tree import TokenTree
 
@@ -130,11 +130,26 @@ def test_truncation_keeps_the_ids_that_its_definitions_name(seed: int) -> None:
         (Truncation(min_p=0.1), lambda row, ids: [i for i in ids if row[i] >= 0.1 * row.max()]),
         (Truncation(top_p=0.7, top_k=7), lambda row, ids: nucleus(row, ids[:7], 0.7)),
     ):
-        kept = truncation.kept(truncation.apply(logits))
+        truncated = truncation.apply(logits)
+        kept = KeptIds.of(truncated, truncation.sizes(truncated).tolist()).rows()
         expected = [sorted(keep(row, ids)) for row, ids in zip(p, likeliest, strict=True)]
         assert [ids.tolist() for ids in kept] == expected
     assert Truncation().apply(logits) is logits
-    assert Truncation().kept(logits) is None
+    assert Truncation().sizes(logits) is None
+
+
+@pytest.mark.parametrize("sampler", slow_except([CachedSampler], [CachedSampler, GenerateSampler]))
+def test_the_temperature_divides_logits(sampler: type[CachedSampler] | type[GenerateSampler]) -> None:
+    model, truncation = tiny_model(tie_word_embeddings=False), Truncation(top_p=0.8)
+    inputs = [[1, 2, 3], [4]], [9, 9], 258, range(2)
+    turns = sampler(model, truncation, 0.5).sample(*inputs)
+    with torch.no_grad():
+        model.output_weight.mul_(2)  # exact
+    expected = sampler(model, truncation).sample(*inputs)
+    for turn, want in zip(turns, expected, strict=True):
+        assert turn[:2] == want[:2]
+        assert [ids.tolist() for ids in turn.sampling_mask] == [ids.tolist() for ids in want.sampling_mask]
+        assert len(turn.sampling_mask) == len(turn.tokens)
 
 
 def test_weights_that_are_not_finite_are_named() -> None:

@@ -92,12 +92,12 @@ class Speaker:
     def __init__(self, model: TreeModel, tokenizer: TreeTokenizer, temperature: float = 0.0) -> None:
         from titan_tree.rl.generate_sampler import default_sampler
         from titan_tree.rl.rollouts import Chat
-        from titan_tree.rl.truncation import Truncation
+        from titan_tree.rl.truncation import ALL_IDS, Truncation
 
         self.positions: int = model.config.max_position_embeddings
         self.chat = Chat(tokenizer)
-        truncation = Truncation(temperature=temperature) if temperature else Truncation(top_k=1)
-        self.sampler = default_sampler(model, truncation)
+        truncation = ALL_IDS if temperature else Truncation(top_k=1)
+        self.sampler = default_sampler(model, truncation, temperature or 1.0)
 
     def answer(self, messages: list[dict[str, str]], max_tokens: int, seed: int) -> tuple[str, bool]:
         """Returns the answer to a conversation, and whether the model ended it.

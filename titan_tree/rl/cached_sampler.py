@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import TypeGuard
 
 import numpy as np
@@ -24,8 +25,8 @@ from titan_tree.models.decoder import Decoder
 from titan_tree.models.layers import MLP
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.rl.context_cache import Bundles, ContextCache
-from titan_tree.rl.sampler import Completion, draw, longest_row, uniforms
-from titan_tree.rl.truncation import ALL_IDS, Truncation
+from titan_tree.rl.sampler import Completion, at_temperature, draw, longest_row, uniforms
+from titan_tree.rl.truncation import ALL_IDS, KeptIds, Truncation
 
 SHRINK = 0.8  # on a CPU, finished rows are dropped once at most this share of the batch is unfinished
 SLOTS = 256  # a step reads up to this many empty slots of a turn; a smaller number needs more CUDA graphs
@@ -46,18 +47,20 @@ class CachedSampler:
         model: a dense decoder of titan_tree. The sampler uses its current weights, which must not be sharded
             while it samples (``unsharded``).
         truncation: which ids it keeps; completions record them.
+        temperature: divides the logits before that. Reinforcement learning samples at 1.
 
     Raises:
         UserError: the model has experts, recurrent layers, or layers of transformers.
     """
 
-    def __init__(self, model: TreeModel, truncation: Truncation = ALL_IDS) -> None:
+    def __init__(self, model: TreeModel, truncation: Truncation = ALL_IDS, temperature: float = 1.0) -> None:
         if not is_dense_decoder(model):
             raise UserError(
                 "CachedSampler: expected a dense decoder of titan_tree with softmax attention, such as qwen3 "
                 "or llama; choose such a model, or pass RLTrainer another sampler"
             )
-        self.model, self.truncation, self._graphs = model, truncation, Graphs()
+        self.model, self.truncation, self.temperature = model, truncation, temperature
+        self._graphs = Graphs()
 
     @torch.no_grad()
     def sample(
@@ -81,7 +84,7 @@ class CachedSampler:
         self, contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], stop: int, seeds: Sequence[int]
     ) -> list[Completion]:
         completions = [Completion([], []) for _ in contexts]
-        masks: list[list[np.ndarray]] = [[] for _ in contexts]
+        kept: list[tuple[list[int], KeptIds]] = []  # for each token: the contexts of its rows, and their ids
         cache = self._read(contexts, max(max_tokens))
         last_tokens = self._tensor([context[-1] for context in contexts])
         slot = self._tensor([0])
@@ -101,10 +104,11 @@ class CachedSampler:
                 num_slots = position + SLOTS
                 extend = partial(self._extend, cache=cache.first_slots(num_slots))
                 step = self._graphs.capture(extend, last_tokens, slot)
-            logits = self.truncation.apply(step(last_tokens, slot))
+            logits = self.truncation.apply(at_temperature(step(last_tokens, slot), self.temperature))
             last_tokens, logprobs_of_rows = draw(logits, uniform[:, position])
-            tokens, logprobs = on_host(last_tokens, logprobs_of_rows)
-            kept = self.truncation.kept(logits)
+            tokens, logprobs, sizes = on_host(last_tokens, logprobs_of_rows, self.truncation.sizes(logits))
+            if self.truncation.is_on:
+                kept.append((context_of_row, KeptIds.of(logits, sizes)))
             slot += 1
             unfinished_rows = []
             for row, (i, token, logprob) in enumerate(zip(context_of_row, tokens, logprobs, strict=True)):
@@ -113,13 +117,18 @@ class CachedSampler:
                     continue  # this row ended earlier
                 turn.append(token)
                 turn_logprobs.append(logprob)
-                if kept is not None:
-                    masks[i].append(kept[row])
                 if token != stop and len(turn) < max_tokens[i]:
                     unfinished_rows.append(row)
         if not self.truncation.is_on:
             return completions
-        return [turn._replace(sampling_mask=mask) for turn, mask in zip(completions, masks, strict=True)]
+        masks: list[list[np.ndarray]] = [[] for _ in contexts]
+        for owners, ids in kept:
+            for i, mask in zip(owners, ids.rows(), strict=True):
+                masks[i].append(mask)
+        return [
+            turn._replace(sampling_mask=mask[: len(turn.tokens)])
+            for turn, mask in zip(completions, masks, strict=True)
+        ]
 
     @property
     def _device(self) -> torch.device:
@@ -260,17 +269,20 @@ def aligned(size: int) -> int:
     return math.ceil(size / 8) * 8
 
 
-def on_host(tokens: Tensor, logprobs: Tensor) -> tuple[list[int], list[float]]:
-    """Returns sampled tokens [B] and their log-probs [B] as lists. It waits for a GPU once.
+def on_host(
+    tokens: Tensor, logprobs: Tensor, sizes: Tensor | None
+) -> tuple[list[int], list[float], list[int]]:
+    """Returns sampled tokens, their log-probs and sizes, [B] each, as lists. It waits for a GPU once.
 
     Raises:
         UserError: log-probs are NaN.
     """
     # One copy to the host. fp64 holds ids and log-probs exactly.
-    ids, values = torch.stack((tokens.double(), logprobs.double())).tolist()
+    columns = [tokens, logprobs] if sizes is None else [tokens, logprobs, sizes]
+    ids, values, *numbers = torch.stack([column.double() for column in columns]).tolist()
     if any(map(math.isnan, values)):
         raise UserError(
             "CachedSampler: the model's log-probs: expected numbers, got nan; check that its weights are "
             "finite, or set training.dtype to float32"
         )
-    return list(map(int, ids)), values
+    return list(map(int, ids)), values, [int(size) for size in chain(*numbers)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,8 +15,8 @@ from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.models.pretrained import import_transformers
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.rl.cached_sampler import CachedSampler, is_dense_decoder
-from titan_tree.rl.sampler import Completion, Sampler, draw, longest_row, uniforms
-from titan_tree.rl.truncation import ALL_IDS, Truncation
+from titan_tree.rl.sampler import Completion, Sampler, at_temperature, draw, longest_row, uniforms
+from titan_tree.rl.truncation import ALL_IDS, KeptIds, Truncation
 
 
 class GenerateSampler:
@@ -30,13 +29,14 @@ class GenerateSampler:
         model: any model. The sampler uses its current weights, in the dtype of training. They must not be
             sharded while it samples (``unsharded``).
         truncation: which ids it keeps; completions record them.
+        temperature: divides the logits before that. Reinforcement learning samples at 1.
 
     Raises:
         UserError: transformers does not implement the model, or is not installed.
     """
 
-    def __init__(self, model: TreeModel, truncation: Truncation = ALL_IDS) -> None:
-        self.model, self.truncation = model, truncation
+    def __init__(self, model: TreeModel, truncation: Truncation = ALL_IDS, temperature: float = 1.0) -> None:
+        self.model, self.truncation, self.temperature = model, truncation, temperature
         import_transformers()  # raises UserError if the library is missing
         from titan_tree.models.transformers.generation import generating
 
@@ -56,7 +56,7 @@ class GenerateSampler:
         tokens, mask = self._left_padded(list(distinct))
         rows = self._tensor([distinct[tuple(context)] for context in contexts])
         uniform = torch.tensor(uniforms(seeds, max(max_tokens)), dtype=torch.float64, device=self._device)
-        record = _Record(self._tensor(max_tokens), uniform, self.truncation)
+        record = _Record(self._tensor(max_tokens), uniform, self.truncation, self.temperature)
         with cast_weights(self.model):
             cache = self._read(tokens, mask)
             if cache is not None:
@@ -74,12 +74,13 @@ class GenerateSampler:
             )
         sampled = out[:, tokens.shape[1] :].tolist()
         logprobs = torch.stack(record.logprobs, 1).tolist()
+        kept = [ids.rows() for ids in record.kept]
         completions = []
         for row, (tokens, limit) in enumerate(zip(sampled, max_tokens, strict=True)):
             # ``generate`` pads a turn that has ended.
             size = min(tokens.index(stop) + 1 if stop in tokens else limit, limit)
-            kept = [of_rows[row] for of_rows in record.kept[:size]] if self.truncation.is_on else None
-            completions.append(Completion(tokens[:size], logprobs[row][:size], None, kept))
+            masks = [of_rows[row] for of_rows in kept[:size]] if self.truncation.is_on else None
+            completions.append(Completion(tokens[:size], logprobs[row][:size], None, masks))
         return completions
 
     @property
@@ -117,24 +118,25 @@ class _Record:
     Args:
         limits: [B], the maximal number of tokens of each row.
         uniform: [B, T] fp64, the random numbers of each row's tokens.
-        truncation: which ids sampling keeps.
+        truncation, temperature: see ``GenerateSampler``.
     Attributes:
         logprobs: one tensor [B] fp32 per sampled token, in nats.
-        kept: the kept ids of each row, one list per sampled token; empty without truncation.
+        kept: one entry per sampled token; empty without truncation.
     """
 
-    def __init__(self, limits: Tensor, uniform: Tensor, truncation: Truncation) -> None:
-        self.limits, self.uniform, self.truncation = limits, uniform, truncation
+    def __init__(self, limits: Tensor, uniform: Tensor, truncation: Truncation, temperature: float) -> None:
+        self.limits, self.uniform = limits, uniform
+        self.truncation, self.temperature = truncation, temperature
         self.logprobs: list[Tensor] = []
-        self.kept: list[list[np.ndarray]] = []
+        self.kept: list[KeptIds] = []
 
     def draw(self, _: Tensor, logits: Tensor) -> Tensor:
         """Draws the next token of each row. Returns scores [B, V] whose largest one is the token's."""
-        logits = self.truncation.apply(logits)
+        logits = self.truncation.apply(at_temperature(logits, self.temperature))
         tokens, logprobs = draw(logits, self.uniform[:, len(self.logprobs)])
         self.logprobs.append(logprobs)
-        if (kept := self.truncation.kept(logits)) is not None:
-            self.kept.append(kept)
+        if (sizes := self.truncation.sizes(logits)) is not None:
+            self.kept.append(KeptIds.of(logits, sizes.tolist()))
         return torch.zeros_like(logits).scatter_(1, tokens[:, None], 1.0)
 
     def is_done(self, tokens: Tensor, _: Any, **__: Any) -> Tensor:
@@ -142,11 +144,11 @@ class _Record:
         return len(self.logprobs) >= self.limits
 
 
-def default_sampler(model: TreeModel, truncation: Truncation = ALL_IDS) -> Sampler:
+def default_sampler(model: TreeModel, truncation: Truncation = ALL_IDS, temperature: float = 1.0) -> Sampler:
     """Returns a sampler of the weights of ``model``: ``CachedSampler`` for dense decoders of titan_tree.
 
     Raises:
         UserError: no sampler can sample from the model.
     """
     sampler = CachedSampler if is_dense_decoder(model) else GenerateSampler
-    return sampler(model, truncation)
+    return sampler(model, truncation, temperature)

@@ -101,6 +101,11 @@ def uniforms(seeds: Sequence[int], number: int) -> list[list[float]]:
     return [[source.random() for _ in range(number)] for source in map(random.Random, seeds)]
 
 
+def at_temperature(logits: Tensor, temperature: float) -> Tensor:
+    """Returns logits [B, V] divided by the temperature, in fp32 unless it is 1."""
+    return logits if temperature == 1 else logits.float() / temperature
+
+
 def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Draws a token from each row of logits.
 
