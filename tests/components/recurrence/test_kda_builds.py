@@ -19,7 +19,7 @@ SPILLS = {("_prepare_kernel", True): 384, ("_prepare_kernel", False): 160, ("_in
 def compile_kernels(dim: int) -> None:
     """Launches the kernels of the forward and backward passes, in bfloat16, for few chains."""
     compile_launches("INVERSE", gluon=False)
-    kda_forward.stages = kda_backward.stages = lambda x, programs: 3
+    kda_forward.stages = kda_backward.stages = lambda x, programs, least: 3
     chunks = make_chunks(forest([-1], [200]), np.empty(0, np.int64))
     chains = make_chains(chunks)
     q, k, v = (torch.zeros(200, 4, dim, dtype=torch.bfloat16) for _ in range(3))

@@ -322,17 +322,18 @@ def _output_kernel(
 # 2. Launches.
 
 
-def stages(x: Tensor, programs: int) -> int:
+def stages(x: Tensor, programs: int, least: int = 2) -> int:
     """Returns how many chunks a serial kernel has in flight, for inputs of x's dtype.
 
     In 16 bits, this is 3 while every program has a multiprocessor to itself. With more programs it is 2, so
-    that two of them fit on a multiprocessor. On GPUs with little shared memory it is always 2. In fp32: 1.
+    that two of them fit on a multiprocessor. On GPUs with little shared memory it is ``least``. In fp32: 1.
     """
     if not x.is_cuda or x.dtype == torch.float32:
         return 1
     gpu = _gpu(x.get_device())
-    is_roomy = gpu["max_shared_mem"] > 200 * 1024
-    return 3 if programs <= gpu["multiprocessor_count"] and is_roomy else 2
+    if gpu["max_shared_mem"] <= 200 * 1024:
+        return least
+    return 3 if programs <= gpu["multiprocessor_count"] else 2
 
 
 @functools.cache

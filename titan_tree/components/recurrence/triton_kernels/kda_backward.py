@@ -252,7 +252,7 @@ def state_gradients(
             prepared.query, prepared.read, prepared.write, do, saved.inverse, scores, prepared.keep,
             dstate, x, slot_gradient, start_gradient, chains.first, chains.end, chains.source, chains.slot,
             chunks.start, first, **sizes(q, do), BLOCK_V=block, PRECISION=precision(k),
-            STAGES=min(stages(k, programs), 2), RAW=k.is_cuda,
+            STAGES=min(stages(k, programs, least=1), 2), RAW=k.is_cuda,
         )  # fmt: skip
 
     return run

@@ -271,8 +271,8 @@ def make_states(
         _state_kernel[(programs,)](
             prepared.read, prepared.write, v, saved.inverse, prepared.keep, state, new, saved.slots,
             chains.first, chains.end, chains.source, chains.slot, chunks.start, first,
-            **sizes(k, v), BLOCK_V=block, LEAVE=leave, PRECISION=precision(k), STAGES=stages(k, programs),
-            RAW=k.is_cuda,
+            **sizes(k, v), BLOCK_V=block, LEAVE=leave, PRECISION=precision(k),
+            STAGES=stages(k, programs, least=1), RAW=k.is_cuda,
         )  # fmt: skip
 
     return run
