@@ -23,7 +23,7 @@ The kernels run in this order:
     _state_kernel     chain after chain: S at the start of each chunk, and n
     _output_kernel    all chunks at once: o
 
-The backward pass prepares all but T again, because this would need more memory than the inputs.
+The backward pass keeps T alone. It prepares the rest again, because that takes more memory than the inputs.
 """
 
 from __future__ import annotations
