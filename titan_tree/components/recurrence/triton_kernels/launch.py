@@ -70,11 +70,6 @@ def backward(
     dbeta = None if beta is None else torch.empty_like(beta, memory_format=torch.contiguous_format)
     state, new = empty_states(saved)
     recompute = passes.states(k, v, state, new, saved, chunks, chains)
-
-    # Recompute the states from their slots, all chains at once. The reverse pass does not need them, and a
-    # few chains cannot fill the GPU, so both run at the same time, on two streams.
-    with beside(k):
-        recompute(0, rounds[-1][0])
     scores = passes.scores(q, k, v, saved, chunks)
 
     dstate, x = empty_states(saved)
@@ -86,12 +81,19 @@ def backward(
     run = passes.state_gradients(
         q, k, do, scores, dstate, x, slot_gradient, start_gradient, saved, chunks, chains
     )
-    for (chain, slot, _), (end, slot_end, _) in reversed(list(itertools.pairwise(rounds))):
-        sum_children(start_gradient, slot_gradient, chains, slot, slot_end)
-        run(chain, end)
-    num_rows = rounds[0][1]
-    sum_children(start_gradient, slot_gradient, chains, 0, num_rows)
 
+    # The states are recomputed from their slots, all chains at once. The reverse pass does not need them, and
+    # a few chains cannot fill the GPU, so both run at the same time. The longer one, the reverse pass, goes
+    # first.
+    with beside(k, priority=-1):
+        for (chain, slot, _), (end, slot_end, _) in reversed(list(itertools.pairwise(rounds))):
+            sum_children(start_gradient, slot_gradient, chains, slot, slot_end)
+            run(chain, end)
+        num_rows = rounds[0][1]
+        sum_children(start_gradient, slot_gradient, chains, 0, num_rows)
+    with beside(k):
+        recompute(0, rounds[-1][0])
+    join(k, priority=-1)
     join(k)
     passes.input_gradients(q, k, v, do, state, dstate, new, x, (dq, dk, dv, dg, dbeta), saved, chunks)
     gradients = [y for y in (dq, dk, dv, dg, dbeta) if y is not None]
