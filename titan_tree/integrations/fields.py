@@ -15,6 +15,10 @@ from torch import Tensor
 from titan_tree.errors import UserError, errors_at, shorten
 from titan_tree.tree.path_fields import any_array, float_array
 
+# Why fields of several frameworks are refused.
+IMAGES = "expected text only"
+TEACHER = "losses with a teacher are not supported; remove it"
+
 
 class Row(dict[str, Any]):
     """The fields of a row or a batch, by titan_tree's names. Errors have the framework's names."""
