@@ -12,7 +12,8 @@ pytest.importorskip("trl")
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.support.hf_families import VOCAB, hf_family
-from titan_tree.integrations import hugging_face
+from titan_tree.integrations.fused_head import Forests, FusedHead
+from titan_tree.integrations.hugging_face import _add_head
 from titan_tree.integrations.tree_view import TreeView
 from titan_tree.models.transformers.support import SUPPORTED
 
@@ -54,9 +55,7 @@ def test_every_field_of_the_fused_head_is_equal(family: str, max_tokens: int | N
         return {name: out[name] for name in (*OUTPUTS, "loss", "label_mask")}, gradients, [plain, generated]
 
     fields, gradients, plain = results()
-    forests = hugging_face._Forests(max_tokens, 1)
-    head = hugging_face._Head(TreeView(model), forests, lambda *_: None, 0.7, OUTPUTS)
-    hugging_face._add_head(model, head)
+    _add_head(model, FusedHead(TreeView(model), Forests(max_tokens, 1), lambda *_: None, 0.7, OUTPUTS))
     found, found_gradients, found_plain = results()
     assert all(map(torch.equal, plain, found_plain))
     for name, want in fields.items():
