@@ -1,24 +1,30 @@
-// The page: reads the payload, and connects the lists, the tree and the panel.
+// The page: connects the lists, the tree and the panel.
 
 import { colouring, kindColour, labelColour, MEASURES } from "./colours.js";
-import { chip, compact, count, find, make, percent, plural, short, table } from "./elements.js";
+import { chip, count, find, make, percent, plural, short, table } from "./elements.js";
 import { advantages, defaults, ESTIMATORS } from "./estimators.js";
 import { Icicle } from "./icicle.js";
-import { bars, curve, drawPlots, histogram } from "./plots.js";
+import { fillOverview } from "./overview.js";
+import {
+  hasAdvantages,
+  hasCredit,
+  hasLogprobs,
+  hasRewards,
+  isNumber,
+  kinds,
+  meanReward,
+  overlap,
+  payload,
+  reasons,
+  run,
+  size,
+  trees,
+  UNIT,
+} from "./payload.js";
+import { curve, drawPlots } from "./plots.js";
 import { Tree } from "./tree.js";
 
 const MOST_ROWS = 200; // rows of a list that are shown at once
-
-async function readPayload() {
-  const bytes = Uint8Array.from(atob(find("payload").textContent), (letter) => letter.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return JSON.parse(await new Response(stream).text());
-}
-
-const payload = await readPayload();
-const { trees, kinds, totals, reasons, run } = payload;
-const UNIT = payload.tokenizer === "bytes" ? "byte" : "token";
-const size = (x) => plural(x, UNIT);
 const isDark = matchMedia("(prefers-color-scheme: dark)");
 const icicle = new Icicle(find("tree"), showTip, showPanel);
 const state = {
@@ -42,67 +48,6 @@ const kindOf = (i) => kinds[current.data.kind[i]];
 const lineOf = (i) => textOf(i).replace(/\s+/g, " ").trim().slice(0, 90) || size(current.tokens[i]);
 const labelOf = (i) => textOf(i) || (state.showText && current.data.text ? "" : `${kindOf(i)}, ${lineOf(i)}`);
 const kindChip = (i) => make("span.kind", chip(kindColour(kindOf(i))), kindOf(i));
-
-// What is known of whole trees.
-
-const overlap = (tree) => (tree.n_leaf ? 1 - tree.n_tree / tree.n_leaf : 0);
-const isNumber = (x) => typeof x === "number";
-const meanRewards = new Map(
-  trees.map((tree) => {
-    const rewards = tree.samples.map((sample) => sample.reward).filter(isNumber);
-    return [tree, rewards.length ? rewards.reduce((a, b) => a + b) / rewards.length : null];
-  }),
-);
-const meanReward = (tree) => meanRewards.get(tree);
-const hasRewards = trees.some((tree) => meanReward(tree) !== null);
-const hasAdvantages = trees.some((tree) => tree.samples.some((sample) => sample.advantage));
-const hasLogprobs = trees.some((tree) => tree.logprob?.some(isNumber));
-const hasCredit = hasRewards || hasAdvantages;
-
-// Overview.
-
-function fillOverview() {
-  const steps = [
-    ["each model call", totals.n_calls],
-    ["each sample", totals.n_flat],
-    ["each leaf path", totals.n_leaf],
-    ["as a tree", totals.n_tree],
-  ].filter(([, value], i, all) => value !== all[i - 1]?.[1]);
-  const computed = steps.map(([label, value], i) => {
-    const text = `${count(value)} · ${(value / totals.n_tree).toFixed(1)}×`;
-    return [label, value, text, i === steps.length - 1 ? "var(--accent)" : "var(--bar)"];
-  });
-  const repeats = kinds.map((kind, i) => [
-    kind,
-    payload.repeats[i],
-    count(payload.repeats[i]),
-    kindColour(kind),
-  ]);
-  repeats.sort((a, b) => b[1] - a[1]);
-  const parting = reasons.map(([reason, points, behind]) => {
-    return [reason, points, `${count(points)} · ${compact(behind)}`, "var(--bar)"];
-  });
-  const sizes = trees.map((tree) => tree.n_tree);
-  const [first, last] = [Math.min, Math.max].map((end) =>
-    Math.floor(4 * Math.log10(sizes.reduce((a, b) => end(a, b)))),
-  );
-  const tenths = Array.from({ length: 21 }, (_, i) => i / 20);
-  const powers = Array.from({ length: last - first + 4 }, (_, i) => 10 ** ((first - 1 + i) / 4)); // four per power of ten
-  const about = `${plural(totals.groups, "group")}, ${plural(totals.samples, "sample")}`;
-  find("overview").append(
-    bars(UNIT === "byte" ? "Bytes to compute" : "Tokens to compute", about, computed),
-    bars(
-      "What repeats",
-      "if each model call is a sample of its own",
-      repeats.filter(([, x]) => x).slice(0, 6),
-    ),
-    bars("Why branches part", `branch points · ${UNIT}s behind them`, parting.slice(0, 6), nextPlace),
-    histogram("Overlap of trees", "POR: the share of leaf tokens saved", trees.map(overlap), tenths, (x) =>
-      x.toFixed(1),
-    ),
-    histogram("Size of trees", `distinct ${UNIT}s`, sizes, powers, compact),
-  );
-}
 
 // Shows the next branch with a reason, in this tree or a later one.
 function nextPlace(reason) {
@@ -504,7 +449,7 @@ function fillPage() {
   const notes = payload.notes.map((note) => make("p.faint", note));
   find("sentences").replaceChildren(...payload.sentences.map((sentence) => make("p", sentence)), ...notes);
   state.tree = trees.reduce((best, tree, i) => (tree.n_flat > trees[best].n_flat ? i : best), 0);
-  fillOverview();
+  fillOverview(nextPlace);
   fillControls();
   fillRun();
   update();

@@ -16,7 +16,8 @@ from titan_tree.errors import UserError
 
 _FOLDER = Path(__file__).parent
 _MODULES = (  # imported ones first
-    *("elements.js", "colours.js", "tree.js", "estimators.js", "icicle.js", "plots.js", "page.js"),
+    *("elements.js", "payload.js", "colours.js", "tree.js", "estimators.js", "icicle.js", "plots.js"),
+    *("overview.js", "page.js"),
 )
 
 
@@ -52,4 +53,4 @@ def _read(name: str) -> str:
 
 def _module(name: str) -> str:
     """Returns a module without its imports and exports: all modules share the scope of the page's script."""
-    return re.sub(r"^import .*\n|^export ", "", _read(name), flags=re.MULTILINE)
+    return re.sub(r"^import [^;]*;\n|^export ", "", _read(name), flags=re.MULTILINE)
