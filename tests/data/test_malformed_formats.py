@@ -103,10 +103,12 @@ def test_calls_that_begin_differently_stay_lines(tmp_path, caplog):
     answer = {"choices": [{"message": ANSWER}, {"message": ANSWER}]}
     system = [{"role": "system", "content": text} for text in "ab"]
     rows = [{"request": {"messages": [first, ASK]}, "response": answer} for first in system]
-    rows += [{"messages": [ASK, ANSWER]}] * 2  # conversations, not calls
+    no_calls = {"messages": [ASK, ANSWER]}, {"prompt": [ASK], "chosen": [ANSWER], "rejected": [ANSWER]}
+    no_calls = *no_calls, {"tokens": [1, 2]}, {"trajectories": []}
+    rows += [row | {"output": "a column of the user"} for row in no_calls] * 2 + [no_calls[0]] * 2
     records = [record for _, record in read_records(write_lines(tmp_path / "f", rows))]
     assert not any("group_id" in record for record in records)
-    assert [len(record.get("trajectories", [])) for record in records] == [0, 0, 2, 2]
+    assert [len(record.get("trajectories", [])) for record in records] == [*[0, 2, 0, 0] * 2, 0, 0, 2, 2]
     assert "calls without group_id" not in caplog.text
 
 

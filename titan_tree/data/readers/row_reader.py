@@ -25,7 +25,9 @@ ANSWER_SCHEMA = (
     "some requests have a schema for their answer (response_format), which the samples leave out; if the "
     "server showed it to the model, add its text to the system message"
 )
-ANSWER_COLUMNS = ("response", "choices", "output")  # of a request in an API's log
+# Where rows of an API's log have the answer. ``convert`` takes it out of the row; elsewhere the name means
+# something else, and the column stays.
+ANSWER_COLUMNS = ("response", "choices", "output")
 PREFERENCE_COLUMNS = (*PAIR_COLUMNS, "preferred_output", "non_preferred_output", "kto_tag")
 
 
@@ -39,7 +41,7 @@ class RowReader(Reader):
 
     path = ""  # the file that is being read, for warnings
     reads_pairs = False  # whether ``convert`` reads the columns chosen and rejected
-    reads_calls = False  # whether rows with one of ANSWER_COLUMNS are calls of an API
+    reads_calls = False  # whether rows whose answer ``convert`` takes from ANSWER_COLUMNS are calls of an API
 
     @abstractmethod
     def recognizes_row(self, row: Record) -> bool:
@@ -68,7 +70,8 @@ class RowReader(Reader):
                     raise
                 source.refuse(error)
                 continue
-            is_call = self.reads_calls and any(row.get(name) is not None for name in ANSWER_COLUMNS)
+            answers = (name for name in ANSWER_COLUMNS if row.get(name) is not None)
+            is_call = self.reads_calls and any(name not in record for name in answers)
             if is_call and record.get("group_id") is None:
                 calls.setdefault(_beginning(record), []).append((place, record))
             else:
