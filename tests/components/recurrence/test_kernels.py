@@ -90,6 +90,21 @@ def test_a_sibling_changes_nothing(rule):
     got = run_rule(case, "triton")
     assert not torch.equal(got[0], want[0])
     assert all(torch.equal(a[:5], b[:5]) for a, b in zip(got, want, strict=True))
+    for x in case.inputs:
+        x.data[5:] = torch.nan
+    got = run_rule(case, "triton")
+    assert torch.equal(got[0][:5], want[0][:5])
+    assert all(torch.equal(a[3:5], b[3:5]) for a, b in zip(got, want, strict=True))
+
+
+@in_interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", exhaustive(("ssd",), ("gdn", "kda", "ssd")))
+def test_a_decay_to_zero_forgets_the_past(rule):
+    sizes = RecurrenceForest(forest([-1], [3]), [], 0, 64, 1, 1, 16, 16)
+    case = recurrence_case(sizes, hard=False, rule=rule)
+    case.inputs[3].data[1] = -torch.inf
+    assert_relative(run_rule(case, "triton"), exact_rule(case), 1e-5)
 
 
 @in_interpreter

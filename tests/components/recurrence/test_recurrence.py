@@ -77,6 +77,33 @@ def test_states_come_from_gateways_and_are_exported(size, rule):
     assert not gradients[-1][[0, 2]].any()  # no piece starts from these rows
 
 
+@pytest.mark.parametrize("rule", MODULES)
+def test_decays_to_zero_forget_the_past(rule):
+    before = predecessors([(-1, 5), (0, 3), (0, 2)])
+    x = random_inputs(len(before), rule=rule)
+    x[3].data[[1, 4, 6]] = torch.tensor([-1e9, -torch.inf, -torch.inf], dtype=torch.float64).view(
+        3, *[1] * (x[3].ndim - 1)
+    )
+    do, beta = torch.randn_like(x[2]), [None] if rule == "ssd" else []
+    want, _ = path_recurrence(*x, *beta, predecessor=before, exports=NO_EXPORTS)
+    got, _ = MODULES[rule]("reference")(*x, recurrent_layout(before))
+    assert_close([got, *torch.autograd.grad(got, x, do)], [want, *torch.autograd.grad(want, x, do)])
+
+
+@pytest.mark.parametrize("rule", MODULES)
+def test_a_siblings_nan_stays_there(rule):
+    """Its tokens 3 and 4 fill up the parent's chunk."""
+    x = random_inputs(7, rule=rule)
+    layout = recurrent_layout(predecessors([(-1, 3), (0, 2), (0, 2)]))
+    want, _ = MODULES[rule]("reference")(*x, layout)
+    for y in x:
+        y.data[3:5] = torch.nan
+    got, _ = MODULES[rule]("reference")(*x, layout)
+    assert torch.equal(got[[0, 1, 2, 5, 6]], want[[0, 1, 2, 5, 6]])
+    gradients = torch.autograd.grad(got[5:].sum(), x)
+    assert not any(y[5:].isnan().any() for y in gradients)
+
+
 def test_reference_passes_gradcheck():
     before = predecessors([(-1, 3), (0, 2), (0, 1)])
     chunks = recurrent_layout(before, size=2).chunks

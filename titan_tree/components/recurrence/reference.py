@@ -13,6 +13,7 @@ computed per pair of tokens: exp(-G_j) alone would overflow. Without the delta r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -92,6 +93,7 @@ def recurrence(
     if beta is not None:
         beta, q, k = beta.to(wide), normalize(q) * k.shape[-1] ** -0.5, normalize(k)
     q, k = (x.repeat_interleave(repeat, 1) for x in (q, k))
+    g = g.clamp(min=math.log(torch.finfo(wide).tiny))  # differences of infinite sums would be NaN
     prepared = _prepared(q, k, v, g if g.ndim == 3 else g[..., None], beta, start)
 
     zero = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1])
@@ -132,7 +134,7 @@ def _prepared(
         token = token.clamp(max=len(v) - 1)
 
         def in_chunks(x: Tensor, token: Tensor = token, is_token: Tensor = is_token) -> Tensor:
-            return (x[token] * is_token.view(*is_token.shape, *[1] * (x.ndim - 1))).transpose(1, 2)
+            return x[token].where(is_token.view(*is_token.shape, *[1] * (x.ndim - 1)), 0).transpose(1, 2)
 
         qs, ks, vs, gs = map(in_chunks, (q, k, v, g))
         total, t = gs.cumsum(-2), None

@@ -6,8 +6,8 @@ must fit on a multiprocessor.
 
 T = (I + A)^-1 diag(beta) comes from the inverses D of the 16 x 16 blocks on the diagonal of I + A and from
 Z = D times A off these blocks: (I + A)^-1 = (I - Z) (I + Z^2) D, since Z^4 = 0. These products have operands
-in float16, whose mantissa is as long as TF32's. No entry exceeds 1, because a step of the delta rule never
-makes a vector longer, and float16 may be transposed in shared memory.
+in float16, whose mantissa is as long as TF32's, and which may be transposed in shared memory. Entries are
+small (at most 1 if beta is, else 2), because a step of the delta rule never makes a vector longer.
 """
 
 from __future__ import annotations

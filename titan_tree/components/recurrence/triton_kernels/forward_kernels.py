@@ -63,6 +63,9 @@ NORM_EPSILON = tl.constexpr(EPSILON)
 # A beta of 0 is replaced by this number, so that the gradient of beta can be divided by beta. The number is
 # negligible compared with 1.
 SMALLEST_BETA = tl.constexpr(2.0**-40)
+# Gates below this number, in base 2, are replaced by it. In a sum with a lower one, the others would be
+# rounded away, and differences of infinite sums are NaN.
+SMALLEST_GATE = tl.constexpr(-126.0)
 
 
 # 1. Device code.
@@ -83,6 +86,13 @@ def load_hidden(ptr, RAW: tl.constexpr):
     else:
         value = tl.load(ptr)
     return value
+
+
+@triton.jit
+def gate_sums(g):
+    """Natural logarithms of decays, summed over the tokens [C, ..] of a chunk, in base 2."""
+    g = g.to(tl.float32) * LOG2_E
+    return tl.cumsum(tl.where(g < SMALLEST_GATE, SMALLEST_GATE, g), 0)
 
 
 @triton.jit
@@ -155,7 +165,7 @@ def _gates_kernel(
     mask = (start + t < end)[:, None] & is_head
     source = (start + t).to(tl.int64)[:, None] * G + head[None, :]
     target = (chunk * G + head)[None, :] * C + t[:, None]
-    total = tl.cumsum(tl.load(g_ptr + source, mask=mask, other=0.0).to(tl.float32) * LOG2_E, 0)
+    total = gate_sums(tl.load(g_ptr + source, mask=mask, other=0.0))
     tl.store(total_ptr + target, total, mask=is_head)
     if DELTA:
         beta = tl.load(beta_ptr + source, mask=mask, other=0.0).to(tl.float32)

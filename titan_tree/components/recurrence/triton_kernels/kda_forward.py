@@ -37,8 +37,8 @@ from torch import Tensor
 
 from titan_tree.components.recurrence.buffers import Run, Saved, empty_states, precision, run_rounds, sizes
 from titan_tree.components.recurrence.triton_kernels.forward_kernels import (
-    LOG2_E,
     SMALLEST_BETA,
+    gate_sums,
     inverse_length,
     load_hidden,
     stages,
@@ -118,9 +118,7 @@ def _prepare_kernel(
     for block in range(K // BLOCK_K):
         d = block * BLOCK_K + tl.arange(0, BLOCK_K)
         tile = t[:, None] * (G * K) + d[None, :]
-        total = tl.cumsum(
-            tl.load(g_ptr + token * K + tile, mask=is_token, other=0.0).to(tl.float32) * LOG2_E, 0
-        )
+        total = gate_sums(tl.load(g_ptr + token * K + tile, mask=is_token, other=0.0))
         tl.store(total_ptr + tile, total, mask=is_token)
         tl.debug_barrier()  # ``level_decay`` reads what other threads store here
         last = tl.load(total_ptr + (size - 1) * (G * K) + d)
