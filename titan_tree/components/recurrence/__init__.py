@@ -61,6 +61,7 @@ class TreeRecurrence(nn.Module):
     """
 
     gates: str  # the shapes of g and beta, as error messages show them
+    gate_dims = 2  # the number of dims of g
 
     def __init__(self, backend: str = AUTO) -> None:
         super().__init__()
@@ -69,9 +70,11 @@ class TreeRecurrence(nn.Module):
 
     def _run(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, layout: TreeLayout,
-        states: Tensor | None, gates_fit: bool,
+        states: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         rule, (n, heads, _) = type(self).__name__, v.shape
+        gates_fit = g.shape == (n, heads, *k.shape[2:])[: self.gate_dims]
+        gates_fit &= beta is None or beta.shape == (n, heads)
         if q.shape != k.shape or k.shape[0] != n or heads % k.shape[1] or not gates_fit:
             shapes = ", ".join(str(list(x.shape)) for x in (q, k, v, g, beta) if x is not None)
             raise UserError(
@@ -124,33 +127,17 @@ class TreeGDN(TreeRecurrence):
         Raises:
             UserError: shapes do not fit, the layout has no chunks, or the backend refuses the tensors.
         """
-        return self._run(q, k, v, g, beta, layout, states, g.shape == v.shape[:2] == beta.shape)
+        return self._run(q, k, v, g, beta, layout, states)
 
 
-class TreeKDA(TreeRecurrence):
-    """Kimi Delta Attention on a forest: the gated delta rule with a decay per channel of the keys."""
+class TreeKDA(TreeGDN):
+    """Kimi Delta Attention on a forest: the gated delta rule with a decay per channel of the keys.
+
+    In ``forward``, g is [N, G, K] fp32, the natural logarithm of each channel's decay: 0 or less.
+    """
 
     gates = "g [N, G, K], beta [N, G]"
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        layout: TreeLayout,
-        states: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Computes the rule for N tokens, as ``TreeGDN.forward`` does.
-
-        Args:
-            g: [N, G, K] fp32, the natural logarithm of each channel's decay: 0 or less.
-
-        The other arguments, the results and the errors are those of ``TreeGDN.forward``.
-        """
-        fits = g.shape == (*v.shape[:2], k.shape[2]) and beta.shape == v.shape[:2]
-        return self._run(q, k, v, g, beta, layout, states, fits)
+    gate_dims = 3
 
 
 class TreeSSD(TreeRecurrence):
@@ -171,4 +158,4 @@ class TreeSSD(TreeRecurrence):
 
         The other arguments, the results and the errors are those of ``TreeGDN.forward``.
         """
-        return self._run(q, k, v, g, None, layout, states, g.shape == v.shape[:2])
+        return self._run(q, k, v, g, None, layout, states)
