@@ -159,7 +159,7 @@ def record(args: argparse.Namespace, step: int) -> dict[str, Any]:
     }
 
 
-def reward(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+def reward(completion_ids: list[list[int]], **_: object) -> list[float | None]:
     return [sum(ids) % 7 for ids in completion_ids]
 
 
@@ -171,11 +171,11 @@ def step_times() -> Any:
         def __init__(self) -> None:
             self.seconds: list[float] = []
 
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
+        def on_step_begin(self, *_: object, **__: object) -> None:
             synchronize()
             self.started = time.perf_counter()
 
-        def on_step_end(self, *_: Any, **__: Any) -> None:
+        def on_step_end(self, *_: object, **__: object) -> None:
             synchronize()
             self.seconds.append(time.perf_counter() - self.started)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 from runpy import run_module
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,7 @@ except ImportError as error:
         "run pip install 'titan_tree[lightning]'"
     ) from None
 
+T = TypeVar("T")
 STATE = "titan_tree"  # key of Lightning's checkpoints
 
 
@@ -310,7 +311,7 @@ class TreeCheckpoints(Checkpoint):
 
     checkpoints: Checkpoints
 
-    def on_fit_start(self, trainer: L.Trainer, *args: Any) -> None:
+    def on_fit_start(self, trainer: L.Trainer, *_: object) -> None:
         module = _module_of(trainer)
         config, progress, (optimizers, lr_schedulers) = module.config, module.progress, module.containers
         self.checkpoints = Checkpoints(
@@ -329,7 +330,7 @@ class TreeCheckpoints(Checkpoint):
             _set_step(trainer, progress.step)
             module.load_balance()
 
-    def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, *_: object) -> None:
         module, dataset = _module_of(trainer), _data_of(trainer).dataset
         assert dataset is not None
         if module.config.checkpoint.interval:
@@ -337,7 +338,7 @@ class TreeCheckpoints(Checkpoint):
         trainer._signal_connector.teardown()  # Lightning's handlers would end the run without a checkpoint
         module.stopping.signals.__enter__()
 
-    def on_train_end(self, trainer: L.Trainer, *args: Any) -> None:
+    def on_train_end(self, trainer: L.Trainer, *_: object) -> None:
         """Writes the last checkpoint of a run, which a setting of Lightning may have ended early."""
         if _module_of(trainer).progress.step:
             self.checkpoints.save(due=True)
@@ -374,12 +375,12 @@ def _set_step(trainer: L.Trainer, step: int) -> None:
 
 
 @dataclass
-class _Loader:
+class _Loader(Generic[T]):
     """An iterable whose iterators a function makes. Lightning would take a list for several loaders."""
 
-    make: Callable[[], Iterator[Any]]
+    make: Callable[[], Iterator[T]]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T]:
         return self.make()
 
 

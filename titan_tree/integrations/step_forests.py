@@ -39,7 +39,7 @@ class StepForests(TrainerCallback):
         trainer.model.train = self.train
         trainer.add_callback(self)
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
+    def on_step_begin(self, *_: object, **__: object) -> None:
         """Forgets what an interrupted call of ``train`` has left of a step."""
         self.scored = []
         self.left = self.trainer.current_gradient_accumulation_steps  # micro-batches without scores

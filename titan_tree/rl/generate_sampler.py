@@ -139,7 +139,7 @@ class _Record:
             self.kept.append(KeptIds.of(logits, sizes.tolist()))
         return torch.zeros_like(logits).scatter_(1, tokens[:, None], 1.0)
 
-    def is_done(self, tokens: Tensor, _: Any, **__: Any) -> Tensor:
+    def is_done(self, tokens: Tensor, _: object, **__: object) -> Tensor:
         """Returns whether each row has reached its limit, [B]."""
         return len(self.logprobs) >= self.limits
 
