@@ -205,7 +205,7 @@ def with_context(layout: TreeLayout, where: str, num_context: int) -> TreeLayout
     """Returns the layout with ``num_context`` keys that are not queries, like ancestors in other partitions.
 
     Args:
-        layout: of a tree whose tokens are all queries.
+        layout: the layout of a tree whose tokens are all queries.
         where: "front" takes the first tokens in DFS order. "between" takes the tokens of least depth, so that
             queries of several subtrees are separated by context.
         num_context: number of keys without a query. All their ancestors are such keys too.

@@ -206,10 +206,10 @@ def peer_step(
 
     Args:
         config: the architecture.
-        dtype: of weights, gradients and optimizer states; computation is in bf16.
+        dtype: the dtype of weights, gradients and optimizer states; computation is in bf16.
         tree: the sequence.
         args: see ``add_arguments``.
-        device: where the model is.
+        device: the device of the model.
     """
     import transformers
 

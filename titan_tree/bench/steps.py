@@ -45,10 +45,10 @@ def training_model(
     """Returns the model that the trainer builds from these tables, with random weights.
 
     Args:
-        model: with ``implementation="transformers"``, the layers are those of transformers.
+        model: ``implementation="transformers"`` takes the layers of transformers.
         training: dtype, compilation and activation checkpointing.
-        mesh: of all ranks.
-        lora_rank: of LoRA's updates for all linears; 0: all weights are trained.
+        mesh: the mesh of all ranks.
+        lora_rank: the rank of LoRA's updates for all linears; 0: all weights are trained.
     """
     if model.implementation != "transformers":
         return build_parallel_model(model, training, ParallelConfig(), mesh, LoRAConfig(rank=lora_rank))

@@ -39,7 +39,7 @@ class Key(NamedTuple):
     """A key of a configuration.
 
     Attributes:
-        name: with its table, such as "optimizer.lr".
+        name: the name of the key with its table, such as "optimizer.lr".
         type: its type, or the values that it accepts; names of values are in backticks.
         default: MISSING if the key is required, and None if it is unset.
         meaning: its documentation.

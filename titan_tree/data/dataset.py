@@ -85,8 +85,8 @@ class TreeDataset:
             the group, or of all paths of a merged batch, also in other layouts.
 
     Attributes:
-        checksum: of the position and the groups of the last step that was yielded. It must be equal in all
-            processes. 0 unless ``is_compared``.
+        checksum: the checksum of the position and the groups of the last step that was yielded. It must be
+            equal in all processes. 0 unless ``is_compared``.
 
     Raises:
         UserError: malformed data, naming file, line and field; or a tree that is too large.

@@ -185,8 +185,8 @@ def all_reduce_counts(step: StepInput, notice: int = 0, checksum: int | None = N
 
     Args:
         notice: a number that all ranks learn, at no extra cost, before they run the step.
-        checksum: of the groups of the step (``TreeDataset.checksum``), which must be equal on all ranks, also
-            at no extra cost. None: this rank has none.
+        checksum: the checksum of the step's groups (``TreeDataset.checksum``), which must be equal on all
+            ranks, also at no extra cost. None: this rank has none.
     Raises:
         AgreedError: ranks have read different groups.
     """

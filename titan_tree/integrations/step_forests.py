@@ -92,7 +92,7 @@ def _parts(values: Tensor, rows: int) -> list[Tensor]:
     Args:
         values: [B, T] of all micro-batches. Their backward pass is part of the last micro-batch's, and gets
             the collected gradients, too.
-        rows: of a micro-batch.
+        rows: the number of rows of a micro-batch.
     """
     leaf = values.detach().requires_grad_()
     values.register_hook(lambda gradient: gradient if leaf.grad is None else gradient + leaf.grad)

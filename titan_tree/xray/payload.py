@@ -52,7 +52,7 @@ class Xray:
         has_text: whether segments show how their texts begin.
         max_tokens: sizes of partitions to draw.
         ranks: numbers of ranks to distribute the trees over.
-        curves: of the run whose data the sources are; None: they are no run's.
+        curves: the curves of the run whose data the sources are; None: they are no run's.
     """
 
     def __init__(

@@ -240,7 +240,7 @@ def _config(
     """Returns the content of adapter_config.json.
 
     Args:
-        ranks: of the modules whose rank is not that of ``lora``.
+        ranks: the ranks of the modules whose rank is not that of ``lora``.
     """
     modules, parameters = _peft_targets(model, lora.targets)
     alphas = {module: lora.scaling * (rank**0.5 if lora.rslora else rank) for module, rank in ranks.items()}
