@@ -10,7 +10,8 @@ generate_sampler.py  samples from the weights of any other model, through transf
 server/              samples from a server of vLLM or SGLang, and sends it the trained weights
 rollouts.py          Rollout; Chat, which turns messages into tokens; play, which samples rollouts
 reference_policy.py  the fixed policy with which a loss compares the trained one
-trainer.py           RLTrainer, the loop, and the checks of its settings
+episode_trainer.py   EpisodeTrainer, whose samples come from an environment
+trainer.py           RLTrainer, which trains on its rollouts, and the checks of its settings
 run.py               a whole run: the warm start, then RL
 __main__.py          the command: python -m titan_tree.rl --config FILE.toml [key=value ...]
 """

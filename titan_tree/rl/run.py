@@ -21,9 +21,10 @@ from titan_tree.distributed.parallelize import check_quantize
 from titan_tree.errors import UserError
 from titan_tree.models.lora.adapters import add_lora
 from titan_tree.rl.environment import Demonstrator
+from titan_tree.rl.episode_trainer import EpisodeTrainer
 from titan_tree.rl.rollouts import rewards
 from titan_tree.rl.sampler import Sampler
-from titan_tree.rl.trainer import EpisodeTrainer, RLTrainer, check_model, check_settings
+from titan_tree.rl.trainer import RLTrainer, check_model, check_settings
 from titan_tree.run.build import build_router_bias
 from titan_tree.run.model_setup import build_lora, build_model_without_weights, snapshot_model
 from titan_tree.tree.paths import TokenPath

@@ -1,56 +1,39 @@
-"""RLTrainer: a Trainer whose steps come from tasks of an environment.
+"""RLTrainer: an EpisodeTrainer that trains on its own rollouts.
 
     episodes -> rollouts, turn by turn -> branches -> advantages -> TokenTrees -> TreeStep -> optimizer
 
 The weights sample right before the step that trains on the rollouts. Only a ``RemoteSampler`` may sample one
 step ahead. All random choices of a rollout follow from ``data.seed``, the step, the task and the rollout's
 number. A resumed run therefore needs no other state, and any number of ranks samples the same rollouts.
-
-Rank r of R samples the tasks r, r + R, ... of a step. Their trees then travel to the ranks that train on
-them (balance/), which also score them.
 """
 
 from __future__ import annotations
 
-import logging
 import random
 import statistics
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import chain, count
-from typing import Any, NamedTuple, TypeVar
+from itertools import chain
+from typing import Any, NamedTuple
 
-from titan_tree.balance.sharing import BalancedSharing
-from titan_tree.components.tree_loss import COUNT_ONCE
 from titan_tree.config import check_warmup
 from titan_tree.config.rl import RLRunConfig
 from titan_tree.data.advantages import WITHOUT_BRANCHES, check_options
-from titan_tree.data.packing import BASELINES, MicroBatches, pack
 from titan_tree.distributed.collectives import call_and_gather, call_on_all_ranks
-from titan_tree.distributed.faults import start_timeout
 from titan_tree.distributed.gradient_sync import unsharded
-from titan_tree.engine.step_io import StepInput
 from titan_tree.errors import UserError
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.registry import ENVIRONMENTS
-from titan_tree.rl.environment import Environment
-from titan_tree.rl.generate_sampler import default_sampler
+from titan_tree.rl.episode_trainer import EpisodeTrainer, InterruptedSampling
 from titan_tree.rl.reference_policy import Reference, check_reference, check_vocabulary
-from titan_tree.rl.rollouts import Chat, Rollout, branches, play, rewards, token_paths
+from titan_tree.rl.rollouts import Rollout, branches, rewards, token_paths
 from titan_tree.rl.sampler import RemoteSampler, Sampler, in_daemon
 from titan_tree.rl.truncation import Truncation
 from titan_tree.run.build import DEFAULT_STEPS, build_loss
-from titan_tree.run.stopping import SynchronizedInput
-from titan_tree.run.trainer import Trainer
 from titan_tree.scoring.score_trees import set_logprobs
-from titan_tree.tree.paths import ModelLimits, TokenPath
+from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
-
-T = TypeVar("T")
-logger = logging.getLogger(__name__)
 
 POLL_S = 0.05  # seconds until a signal ends the wait for rollouts
 
@@ -61,132 +44,6 @@ class RankRollouts(NamedTuple):
     groups: list[list[Rollout]]  # of each of the rank's tasks, branches included
     rewards: list[float]  # of the independent rollouts
     seconds: float
-
-
-class InterruptedSampling(Exception):  # noqa: N818  # not an error: the run is about to end
-    """A signal arrived while training waited for rollouts."""
-
-
-class EpisodeTrainer(Trainer, ABC):
-    """A Trainer without data files. Each step calls ``paths`` for this rank's samples.
-
-    Args:
-        sampler: samples turns. By default, ``default_sampler`` samples from the weights that are trained.
-
-    Raises:
-        UserError: the configuration, the environment and the checkpoints do not fit together.
-    """
-
-    config: RLRunConfig
-    environment: Environment
-    chat: Chat
-    sampler: Sampler
-
-    def __init__(self, config: RLRunConfig, sampler: Sampler | None = None) -> None:
-        self._custom_sampler = sampler
-        super().__init__(config)
-
-    @abstractmethod
-    def paths(self, step: int) -> list[list[TokenPath]]:
-        """Returns the samples of each of this rank's tasks of a step. Steps count from 1. Collective."""
-
-    def add_logprobs(self, trees: Sequence[TokenTree]) -> None:
-        """Adds log-probs that the loss reads to the trees on which this rank trains. Collective."""
-
-    def open_data(self) -> int:
-        """Makes the environment and the sampler. Returns the number of steps of the whole run."""
-        config, limits = self.config, self.model.config
-        if self.tokenizer is None:
-            raise UserError("data.tokenizer: expected a tokenizer, got none; set it, or model.hf_path")
-        if config.model.flavor and limits.vocab_size > (ids := self.tokenizer.vocab_size):
-            raise UserError(
-                f"model.overrides.vocab_size: expected at most the tokenizer's {ids:,} ids, got "
-                f"{limits.vocab_size:,}, so the model would sample ids without text; set it to {ids}"
-            )
-        check_parallel(config, self._custom_sampler)
-        self.environment = ENVIRONMENTS[config.rl.environment]()
-        self.chat = Chat(self.tokenizer)
-        self.sampler = self._custom_sampler or default_sampler(self.model, Truncation.of(config.rl))
-        logger.info("rollouts: sampled by %s", type(self.sampler).__name__)
-        self.validation_inputs, self.data_sizes = [], None
-        return config.training.steps or DEFAULT_STEPS
-
-    def resume_data(self) -> None:
-        """Does nothing, because a step depends only on its number."""
-
-    def data_state(self) -> dict[str, Any]:
-        return {}
-
-    def inputs(self) -> Iterator[SynchronizedInput]:
-        """Returns an iterator over the inputs of the remaining steps, each made when it is needed."""
-        timeout_s, sharing = self.config.parallel.timeout_s, None
-        if self.balancing:
-            sharing = self.balancing.sharing(self.progress.step, start_timeout(timeout_s), timeout_s, 1)
-        return self.stopping.synchronized_inputs(self._inputs(sharing))
-
-    def own(self, tasks: Sequence[T]) -> Sequence[T]:
-        """Returns those of all tasks that this rank samples."""
-        return tasks[self.mesh.get_rank() :: self.mesh.size()]
-
-    def log_sample(self) -> None:
-        """Logs nothing, because the first step has not been sampled yet."""
-
-    def sample(self, tasks: Sequence[str], number: int) -> list[list[Rollout]]:
-        """Returns ``number`` independent rollouts for each task. A task's name is its seed.
-
-        ``unsharded`` must have gathered the weights, unless the sampler has weights of its own.
-        """
-        groups = [self.chat.start(self.environment.episode(random.Random(task)), number) for task in tasks]
-        self._play(groups, tasks)
-        return groups
-
-    def _play(self, groups: Sequence[Sequence[Rollout]], names: Sequence[str]) -> None:
-        """Samples groups of rollouts to their end. The name of a group decides its random numbers."""
-        rl = self.config.rl
-        play(
-            list(chain.from_iterable(groups)),
-            self.sampler,
-            self.chat,
-            [f"{name}/{i}" for name, group in zip(names, groups, strict=True) for i in range(len(group))],
-            max_turn_tokens=rl.max_turn_tokens,
-            max_rollout_tokens=rl.max_rollout_tokens,
-        )
-
-    def _inputs(self, sharing: BalancedSharing | None) -> Iterator[tuple[StepInput, dict[str, int]]]:
-        if sharing:
-            sharing.join(0)
-        for number, step in enumerate(count(self.progress.step + 1)):
-            try:
-                read = partial(self._trees, self.paths(step))
-            except InterruptedSampling:
-                yield StepInput.nothing(), {}  # ``StopController`` ends the run
-                return
-            micro_batches: MicroBatches
-            if sharing:
-                micro_batches = sharing.own_micro_batches(number, read)
-            else:
-                micro_batches = pack(call_on_all_ranks(read), self.config.data.max_tokens)
-            self.add_logprobs(list(chain.from_iterable(micro_batches)))
-            position = {"epoch": 0, "group": step * self.config.data.global_batch_groups}
-            yield self.tree_step.prepare(micro_batches), position
-
-    def _trees(self, by_task: Sequence[Sequence[TokenPath]]) -> list[TokenTree]:
-        data = self.config.data
-        if self.config.loss.reduction in COUNT_ONCE:
-            for paths in by_task:
-                TokenTree.from_paths(paths, data.replay).weigh_edges()
-        if data.layout in BASELINES:
-            return [tree for paths in by_task for tree in BASELINES[data.layout](paths, data.replay)]
-        return [TokenTree.from_paths(paths, data.replay) for paths in by_task]
-
-    def check_limits(self, by_task: Sequence[Sequence[TokenPath]]) -> None:
-        """Raises UserError if the model cannot read a path. Samplers with other weights have other limits."""
-        config, experts = self.model.config, self.model.experts
-        limits = ModelLimits(
-            config.max_position_embeddings, config.vocab_size, experts.sizes if experts else None
-        )
-        for path in chain.from_iterable(by_task):
-            path.check_limits(limits)
 
 
 class RLTrainer(EpisodeTrainer):
@@ -401,25 +258,6 @@ def check_settings(config: RLRunConfig, sampler: Sampler | None = None) -> None:
             f"{config.loss.name!r}, which ignores rewards"
         )
     check_reference(config, loss)
-
-
-def check_parallel(config: RLRunConfig, sampler: Sampler | None = None) -> None:
-    """Raises UserError if ranks cannot share the sampling in the way of the configuration.
-
-    Args:
-        sampler: samples turns. None: the weights that are trained do.
-    """
-    parallel = config.parallel
-    if sampler is None and parallel.expert_parallel > 1:
-        raise UserError(
-            "parallel.expert_parallel: expected 1, because sampling from the trained weights needs all "
-            f"experts on each rank, got {parallel.expert_parallel}; set it to 1, or set rl.server.url"
-        )
-    if parallel.sequence_parallel > 1 and not parallel.balance:
-        raise UserError(
-            "parallel.balance: expected true with parallel.sequence_parallel, because every rank samples "
-            "tasks of its own, got false; set it to true"
-        )
 
 
 def check_model(config: RLRunConfig, model: TreeModel, sampler: Sampler | None = None) -> None:
