@@ -1,7 +1,5 @@
 """Kimi-Linear on token trees: against transformers on every path alone, in one pass and in partitions."""
 
-import copy
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -18,10 +16,8 @@ from tests.support.oracle import (
     tree_batch,
     tree_model,
 )
-from tests.support.partitions import RandomCuts, forest_of, in_partitions
+from tests.support.partitions import RandomCuts, assert_parallelized_equals, forest_of, in_partitions
 from titan_tree.components.tree_partitioner import TreePartitioner
-from titan_tree.distributed.mesh import OneRank
-from titan_tree.distributed.parallelize import parallelize
 from titan_tree.distributed.sequence_parallel import check_heads
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import build_model
@@ -186,19 +182,4 @@ def test_ranks_cannot_share_its_heads():
     ],
 )
 def test_compiled_and_checkpointed_blocks_give_the_same_gradients(checkpoint):
-    model = tree_model(kimi())
-    compiled = parallelize(
-        copy.deepcopy(model),
-        OneRank(),
-        dtype=torch.float32,
-        compile=checkpoint == "none",
-        activation_checkpoint=checkpoint,
-    )
-    groups = random_groups(0, max_length=20)
-    want, got = in_one_pass(model, groups), in_one_pass(compiled, groups)
-    names = {name: name.replace("_checkpoint_wrapped_module.", "") for name in got[2]}
-    assert_same((got[0], got[1], {names[name]: gradient for name, gradient in got[2].items()}), want, 1e-5)
-    loss, cut = in_partitions(compiled, RandomCuts(0.4).plan(forest_of(groups)))
-    assert loss == pytest.approx(want[1], rel=1e-5)
-    for name, gradient in cut.items():
-        assert relative_error(gradient, want[2][names[name]]) < 1e-5, name
+    assert_parallelized_equals(tree_model(kimi()), checkpoint)

@@ -1,7 +1,5 @@
 """Qwen3.5 on token trees: against transformers on every path alone, in one pass and in partitions."""
 
-import copy
-
 import pytest
 import torch
 
@@ -17,11 +15,9 @@ from tests.support.oracle import (
     tree_batch,
     tree_model,
 )
-from tests.support.partitions import RandomCuts, forest_of, in_partitions
+from tests.support.partitions import RandomCuts, assert_parallelized_equals, forest_of, in_partitions
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
-from titan_tree.distributed.mesh import OneRank
-from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import build_model
@@ -171,21 +167,4 @@ def test_a_step_counts_the_bytes_of_gateways():
 )
 def test_compiled_and_checkpointed_blocks_give_the_same_gradients(checkpoint):
     """This holds in one pass and in partitions."""
-    model = tree_model(hybrid_model(tied=True))
-    compiled = parallelize(
-        copy.deepcopy(model),
-        OneRank(),
-        dtype=torch.float32,
-        compile=checkpoint == "none",
-        activation_checkpoint=checkpoint,
-    )
-    groups = random_groups(0, max_length=20)
-    want = in_one_pass(model, groups)
-    got = in_one_pass(compiled, groups)
-    names = {name: name.replace("_checkpoint_wrapped_module.", "") for name in got[2]}
-    plain = {names[name]: gradient for name, gradient in got[2].items()}
-    assert_same((got[0], got[1], plain), want, 1e-5)
-    loss, cut = in_partitions(compiled, RandomCuts(0.4).plan(forest_of(groups)))
-    assert loss == pytest.approx(want[1], rel=1e-5)
-    for name, gradient in cut.items():
-        assert relative_error(gradient, want[2][names[name]]) < 1e-5, name
+    assert_parallelized_equals(tree_model(hybrid_model(tied=True)), checkpoint)

@@ -18,7 +18,7 @@ from tests.support.oracle import (
     tree_model,
 )
 from tests.support.partitions import RandomCuts, forest_of, in_partitions
-from tests.support.routing import BALANCE, Z, batch_of_paths, chosen_experts, path_experts
+from tests.support.routing import BALANCE, Z, assert_experts_of_paths, batch_of_paths
 from tests.support.snapshots import assert_scores_like, same_weights
 from titan_tree.components.moe import MoE, RouterLoss
 from titan_tree.components.tree_loss import TreeLoss
@@ -43,12 +43,7 @@ def test_one_pass_equals_every_path_alone(seed):
     hf = moe(seed % 2 == 0, seed)
     model = tree_model(hf)
     groups = random_groups(seed)
-    first, experts = 0, chosen_experts(model, groups)
-    for paths in groups:
-        tree = TokenTree.from_paths(paths)
-        for i, path in enumerate(paths):
-            assert torch.equal(experts[first + tree.indices_of(i)], path_experts(hf, path.tokens.tolist()))
-        first += len(tree)
+    assert_experts_of_paths(model, hf, groups)
     want = per_path(hf, [path for paths in groups for path in paths])
     assert_same(in_one_pass(model, groups), want, TOLERANCE)
 

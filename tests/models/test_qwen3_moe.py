@@ -18,7 +18,7 @@ from tests.support.oracle import (
     tree_model,
 )
 from tests.support.partitions import RandomCuts, forest_of, in_partitions
-from tests.support.routing import BALANCE, Z, batch_of_paths, chosen_experts, path_experts
+from tests.support.routing import BALANCE, Z, assert_experts_of_paths, batch_of_paths, chosen_experts
 from titan_tree.components.moe import MoE, RouterLoss, Routing
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
@@ -46,13 +46,7 @@ def test_one_pass_equals_every_path_alone(layers, seed):
     hf = hf_model(tied=seed % 2 == 0, kind="Qwen3Moe", seed=seed, **LAYERS[layers])
     model = tree_model(hf)
     groups = random_groups(seed)
-    first, experts = 0, chosen_experts(model, groups)
-    for group in groups:
-        trie = TokenTree.from_paths(group)
-        for i, path in enumerate(group):
-            ours = experts[first + trie.indices_of(i)]
-            assert torch.equal(ours, path_experts(hf, path.tokens.tolist()))
-        first += len(trie)
+    assert_experts_of_paths(model, hf, groups)
     assert_same(in_one_pass(model, groups), per_path(hf, flat(groups)))
 
 

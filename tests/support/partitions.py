@@ -1,12 +1,18 @@
 """Random partitions of a forest, and training over them."""
 
+import copy
 import random
 
 import numpy as np
+import pytest
 import torch
 
+from tests.support.oracle import assert_same, in_one_pass, random_groups, relative_error
 from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.distributed.mesh import OneRank
+from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.partitions import train_micro_batch
+from titan_tree.models.weights import CHECKPOINTED
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.partition import PartitionPlan, in_tree_order
 from titan_tree.tree.token_tree import TokenTree
@@ -74,3 +80,22 @@ def in_partitions(model, plan, reduction="path_mean"):
     model.zero_grad(set_to_none=True)
     train_micro_batch(model, TreeBatch.from_plan(plan), compute_loss, next(model.parameters()).device)
     return sum(total), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def assert_parallelized_equals(model, checkpoint):
+    """Asserts that activation checkpointing, or compilation with "none", changes no gradient by over 1e-5."""
+    parallelized = parallelize(
+        copy.deepcopy(model),
+        OneRank(),
+        dtype=torch.float32,
+        compile=checkpoint == "none",
+        activation_checkpoint=checkpoint,
+    )
+    groups = random_groups(0, max_length=20)
+    want, got = in_one_pass(model, groups), in_one_pass(parallelized, groups)
+    names = {name: name.replace(CHECKPOINTED, "") for name in got[2]}
+    assert_same((got[0], got[1], {names[name]: gradient for name, gradient in got[2].items()}), want, 1e-5)
+    loss, cut = in_partitions(parallelized, RandomCuts(0.4).plan(forest_of(groups)))
+    assert loss == pytest.approx(want[1], rel=1e-5)
+    for name, gradient in cut.items():
+        assert relative_error(gradient, want[2][names[name]]) < 1e-5, name

@@ -5,6 +5,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from tests.support.oracle import flat, path_coefficients, tree_batch
 from titan_tree.components.moe import MoE
+from titan_tree.tree.token_tree import TokenTree
 
 BALANCE, Z = 0.3, 0.05  # coefficients of the router losses
 
@@ -25,11 +26,18 @@ def chosen_experts(model, groups):
     return torch.stack(seen, dim=1)
 
 
-def path_experts(hf, tokens):
-    """Returns [T, layers, k], the experts that transformers chooses on one path, in ascending order."""
-    with torch.no_grad():
-        logits = hf(torch.tensor([tokens]), output_router_logits=True).router_logits
-    return torch.stack([x.topk(hf.config.num_experts_per_tok).indices.sort().values for x in logits], dim=1)
+def assert_experts_of_paths(model, hf, groups):
+    """Asserts that each token gets the experts that transformers chooses on each of its paths."""
+    first, experts = 0, chosen_experts(model, groups)
+    for paths in groups:
+        tree = TokenTree.from_paths(paths)
+        for i, path in enumerate(paths):
+            tokens = torch.tensor([path.tokens.tolist()])
+            with torch.no_grad():
+                logits = hf(tokens, output_router_logits=True).router_logits
+            chosen = [x.topk(hf.config.num_experts_per_tok).indices.sort().values for x in logits]
+            assert torch.equal(experts[first + tree.indices_of(i)], torch.stack(chosen, dim=1))
+        first += len(tree)
 
 
 def batch_of_paths(hf, micro_batches, scope):
