@@ -49,7 +49,9 @@ def test_one_pass_equals_every_path_alone(seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "cuts", [RandomCuts(0.6), RandomCuts(1.0), TreePartitioner("redundancy_free", 4)], ids=str
+    "cuts",
+    [RandomCuts(0.6), RandomCuts(1.0), TreePartitioner("redundancy_free", 4)],
+    ids=["some", "all", "partitioner"],
 )
 def test_partitions_equal_one_pass(cuts):
     model = tree_model(kimi()).double()
