@@ -1,4 +1,4 @@
-"""UserError, the exception for wrong input, and helpers that check arguments, quote data and hide secrets."""
+"""UserError, the exception for wrong input, and helpers that check arguments, word messages, hide secrets."""
 
 import base64
 import difflib
@@ -42,6 +42,11 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def count(number: int, noun: str) -> str:
+    """Returns a number with its noun in the singular or the plural: "1 call" or "2 calls"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def keep_secret(secret: str) -> None:

@@ -34,7 +34,7 @@ def test_a_gradient_that_stays_zero_and_repeated_groups_are_warned_of_once(
     train(tiny_config(tmp_path, **options, data__global_batch_groups=2))
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warnings == [
-        "data.global_batch_groups: 2, but the data have only 1 groups, so each step repeats groups; set it "
+        "data.global_batch_groups: 2, but the data have only 1 group, so each step repeats groups; set it "
         "to at most 1",
         "steps 1 to 5: the gradient is 0, so nothing is learned; check that advantages are not all 0 (groups "
         "whose rewards are equal), and that ratios are not all clipped",

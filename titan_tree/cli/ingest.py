@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_tree.cli.data_arguments import add_data_arguments, add_settings, data_config, progress_bar
-from titan_tree.errors import UserError, printable
+from titan_tree.errors import UserError, count, printable
 from titan_tree.registry import ADVANTAGES
 
 if TYPE_CHECKING:  # functions import what --help does not need
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
         stats = write_store(args.out, groups, _header(args, reader, tokenizer))
     total = TreeStats.total(stats)
     print(
-        f"{printable(args.out)}: {len(stats):,} groups with {total.n_paths:,} samples; "
+        f"{printable(args.out)}: {count(len(stats), 'group')} with {count(total.n_paths, 'sample')}; "
         f"tokens: {total.n_flat:,} of all paths, {total.n_leaf:,} of leaf paths, {total.n_tree:,} distinct; "
         f"{Path(args.out).stat().st_size / 1e6:,.1f} MB"
     )

@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from titan_tree.cli.data_arguments import progress_bar
-from titan_tree.errors import AgreedError, UserError, printable
+from titan_tree.errors import AgreedError, UserError, count, printable
 
 if TYPE_CHECKING:
     from titan_tree.scoring.score_files import ScoreTotals
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int | None:
 def describe(out: str, totals: ScoreTotals) -> str:
     """Returns what was written, and how the sampling engine's log-probs differ."""
     lines = [
-        f"{printable(out)}: {totals.groups:,} groups with {totals.paths:,} samples; "
+        f"{printable(out)}: {count(totals.groups, 'group')} with {count(totals.paths, 'sample')}; "
         f"tokens: {totals.tokens:,} of all paths, {totals.distinct:,} distinct"
     ]
     if n := totals.compared:

@@ -27,7 +27,7 @@ from rich.cells import cell_len
 from rich.text import Text
 from rich.tree import Tree
 
-from titan_tree.errors import printable
+from titan_tree.errors import count, printable
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
@@ -238,17 +238,17 @@ def render_report(tree: TokenTree, decode: Decode | None = None, width: int = 16
     """
     points = branch_points(tree, decode)
     tally = Counter(reason for point in points for reason in point.reasons)
-    out = Text(f"{_count(len(tree.paths), 'path')}, {_count(len(points), 'branch point')}\n")
+    out = Text(f"{count(len(tree.paths), 'path')}, {count(len(points), 'branch point')}\n")
     for reason, number in tally.most_common():
         out.append(f"{number:8,} x {reason}\n")
     for point in points:
-        heading = f"{_count(point.depth, 'token')} deep, {_count(point.n_paths, 'path')}  "
+        heading = f"{count(point.depth, 'token')} deep, {count(point.n_paths, 'path')}  "
         out.append(f"\n{heading}", style="bold")
         out.append(f"{_quoted(point.before, last=True, room=width - len(heading))}\n", style="dim")
         if point.n_ending:
-            out.append(f"{_count(point.n_ending, 'path'):>11} ending here\n", style="yellow")
+            out.append(f"{count(point.n_ending, 'path'):>11} ending here\n", style="yellow")
         for child in point.children:
-            size = f"{_count(child.n_paths, 'path'):>11}, {_count(child.n_tokens, 'token'):>13}  "
+            size = f"{count(child.n_paths, 'path'):>11}, {count(child.n_tokens, 'token'):>13}  "
             ids = f"  token {child.token}" if RETOKENIZED in point.reasons else ""
             reason = f"  {child.reason}" if child.reason else ""
             room = width - len(size) - len(ids) - len(reason)
@@ -261,20 +261,16 @@ def render_report(tree: TokenTree, decode: Decode | None = None, width: int = 16
 def render_picture(tree: TokenTree, decode: Decode | None = None) -> Tree:
     """Renders the nodes of a tree as an indented drawing, with their sizes and how their texts begin."""
     ending = np.bincount(tree.path_node, minlength=len(tree.node_parent)).tolist()
-    picture = Tree(f"{_count(len(tree), 'token')}, {_count(len(tree.paths), 'path')}")
+    picture = Tree(f"{count(len(tree), 'token')}, {count(len(tree.paths), 'path')}")
     drawn: list[Tree] = []
     for node, parent in enumerate(tree.node_parent.tolist()):
         tokens = tree.tokens[tree.node_offsets[node] : tree.node_offsets[node + 1]]
-        label = Text(f"{_count(len(tokens), 'token')}, {_count(int(tree.node_paths[node]), 'path')}  ")
+        label = Text(f"{count(len(tokens), 'token')}, {count(int(tree.node_paths[node]), 'path')}  ")
         label.append(_quoted(_text(tokens[:CONTEXT].tolist(), decode)), style="cyan")
         if ending[node]:
-            label.append(f"  {_count(ending[node], 'path')} ending here", style="yellow")
+            label.append(f"  {count(ending[node], 'path')} ending here", style="yellow")
         drawn.append((drawn[parent] if parent >= 0 else picture).add(label))
     return picture
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _quoted(text: str, last: bool = False, room: int = SHOWN + 2) -> str:

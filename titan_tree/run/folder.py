@@ -15,7 +15,7 @@ from titan_tree.config.files import regular
 from titan_tree.config.toml import dump_config
 from titan_tree.data.data_files import DataSizes
 from titan_tree.engine.step_io import StepCounts
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, count
 from titan_tree.metrics import Loggers
 from titan_tree.models.tree_model import TreeModel
 
@@ -87,15 +87,15 @@ def introduction(
     return (
         f"{model.family} {config.model.flavor or config.model.hf_path}, "
         f"{model.num_parameters():,} parameters{trained}, on {world_size} x {name} in "
-        f"{config.training.dtype}; {steps} steps{done}; results in {config.folder}"
+        f"{config.training.dtype}; {count(steps, 'step')}{done}; results in {config.folder}"
     )
 
 
 def describe_data(sizes: DataSizes, groups_per_step: int) -> str:
     steps = math.ceil(sizes.groups / groups_per_step)
     return (
-        f"data: {sizes.groups:,} groups with {sizes.samples:,} samples; an epoch takes {steps:,} steps of "
-        f"{groups_per_step} groups"
+        f"data: {count(sizes.groups, 'group')} with {count(sizes.samples, 'sample')}; "
+        f"an epoch takes {count(steps, 'step')} of {count(groups_per_step, 'group')}"
     )
 
 
@@ -107,7 +107,7 @@ def summary(steps: int, total: StepCounts, bad_steps: int) -> str:
         total: their counts, summed.
         bad_steps: number of the other steps.
     """
-    skipped = f"skipped {bad_steps} bad step{'s' * (bad_steps > 1)}" if bad_steps else ""
+    skipped = f"skipped {count(bad_steps, 'bad step')}" if bad_steps else ""
     if not steps and bad_steps:
         return f"trained no step; {skipped}"
     if not steps:
@@ -116,9 +116,9 @@ def summary(steps: int, total: StepCounts, bad_steps: int) -> str:
             "to start a new run"
         )
     return (
-        f"trained {steps} steps on {total.num_trees:,} trees of {total.num_paths:,} paths: "
-        f"{total.logical_tokens:,} tokens of all paths, {total.leaf_tokens:,} of leaf paths, "
-        f"{total.executed_tokens:,} executed "
+        f"trained {count(steps, 'step')} on {count(total.num_trees, 'tree')} of "
+        f"{count(total.num_paths, 'path')}: {total.logical_tokens:,} tokens of all paths, "
+        f"{total.leaf_tokens:,} of leaf paths, {total.executed_tokens:,} executed "
         f"(POR {100 * total.por:.1f}%, {total.leaf_tokens / total.executed_tokens:.2f}x fewer)"
         f"{'; ' if skipped else ''}{skipped}"
     )

@@ -27,7 +27,7 @@ from titan_tree.engine.device_clock import DeviceClock
 from titan_tree.engine.exchange_timer import ExchangeTimer
 from titan_tree.engine.step_io import GlobalSizes, StepInput, StepResult
 from titan_tree.engine.tree_step import TreeStep
-from titan_tree.errors import AgreedError
+from titan_tree.errors import AgreedError, count
 from titan_tree.metrics import StepReport, logprob_gaps
 
 logger = logging.getLogger(__name__)
@@ -199,8 +199,8 @@ class OptimizerStep:
         self.bad_steps_in_a_row += 1
         if self.bad_steps_in_a_row == self.max_bad_steps:
             raise AgreedError(
-                f"step {step}: {reason} (training ended after {self.max_bad_steps} bad "
-                f"step{'s' if self.max_bad_steps > 1 else ''} in a row, which left the weights unchanged)"
+                f"step {step}: {reason} (training ended after {count(self.max_bad_steps, 'bad step')} "
+                "in a row, which left the weights unchanged)"
             )
         if rank() == 0:
             logger.warning("step %d is skipped: %s", step, reason)

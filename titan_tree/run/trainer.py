@@ -43,7 +43,7 @@ from titan_tree.distributed.optimizers import (
 )
 from titan_tree.engine.step_io import NO_COUNTS, StepCounts, StepInput
 from titan_tree.engine.tree_step import TreeStep
-from titan_tree.errors import AgreedError, UserError
+from titan_tree.errors import AgreedError, UserError, count
 from titan_tree.metrics import Loggers, step_values, validation_values
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.registry import LOGGERS
@@ -194,8 +194,8 @@ class Trainer:
         self.dataset = build_dataset(reader, config, epochs, self.mesh, is_balanced=is_balanced)
         held_out = build_validation(config, self.tokenizer, self.model, self.mesh)
         self.validation_inputs = list(map(self.tree_step.preparer(), held_out)) if held_out else []
-        count = epochs is not None or reader.num_bytes() < COUNTED_BYTES
-        self.data_sizes = reader.sizes() if count else None
+        is_counted = epochs is not None or reader.num_bytes() < COUNTED_BYTES
+        self.data_sizes = reader.sizes() if is_counted else None
         return num_steps(config, self.dataset, self.data_sizes)
 
     def resume_data(self) -> None:
@@ -219,10 +219,10 @@ class Trainer:
             logger.info(describe_data(self.data_sizes, config.data.global_batch_groups))
             if config.data.files and self.data_sizes.groups < config.data.global_batch_groups:
                 logger.warning(
-                    "data.global_batch_groups: %d, but the data have only %d groups, so each step repeats "
+                    "data.global_batch_groups: %d, but the data have only %s, so each step repeats "
                     "groups; set it to at most %d",
                     config.data.global_batch_groups,
-                    self.data_sizes.groups,
+                    count(self.data_sizes.groups, "group"),
                     self.data_sizes.groups,
                 )
         if self.loggers and not done:

@@ -24,12 +24,12 @@ from titan_tree.data.data_files import Group
 from titan_tree.data.packing import UngroupedLines
 from titan_tree.data.readers import OpenFile, Record, open_binary
 from titan_tree.data.turns import runs
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, count
 from titan_tree.tree.token_tree import TokenTree
 from titan_tree.xray.rendering import KINDS, KindFinder, RenderedPath, Renderer
 from titan_tree.xray.runs import Curves
 from titan_tree.xray.segments import Segments, find_reasons, find_segments, logprobs, texts
-from titan_tree.xray.sentences import count, ratio, sentences
+from titan_tree.xray.sentences import ratio, sentences
 from titan_tree.xray.sources import Sources
 
 VERSION = 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from titan_tree.errors import count
 from titan_tree.xray.rendering import KINDS
 
 REPEATED = {  # what each kind of message is called if it is repeated
@@ -86,8 +87,3 @@ def _compared(n_tree: int, other: int, what: str) -> str:
 def ratio(one: float, other: float) -> str:
     """Returns "2.5 times"."""
     return f"{one / max(other, 1):.1f} times"
-
-
-def count(number: int, noun: str) -> str:
-    """Returns "1 call" or "2 calls"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -26,7 +26,7 @@ from textwrap import fill
 from typing import TypeVar
 
 from titan_tree.config import Config
-from titan_tree.errors import UserError, printable
+from titan_tree.errors import UserError, count, printable
 
 # Section -> its check. The module is imported when the check runs, so that a missing torch becomes a finding.
 CHECKS = {
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         sections = {section: [asdict(finding) for finding in rows] for section, rows in findings.items()}
         print(json.dumps({"problems": problems, "sections": sections}))
     else:
-        print(f"{problems} problem{'s' * (problems > 1)}, marked ✗" if problems else "no problems")
+        print(f"{count(problems, 'problem')}, marked ✗" if problems else "no problems")
     return int(problems > 0)
 
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 from titan_tree.data.readers import Place, Reader, Record, Source
 from titan_tree.data.readers.containers import first_rows, rows
 from titan_tree.data.readers.strict_json import parse_text
-from titan_tree.errors import UserError, errors_at, printable, shorten
+from titan_tree.errors import UserError, count, errors_at, printable, shorten
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -79,8 +79,8 @@ class RowReader(Reader):
         num_calls = sum(map(len, calls.values()))
         if num_calls > len(calls):
             self.warn(
-                f"{num_calls:,} calls without group_id form {len(calls):,} groups, by their messages up to "
-                "the first one of the user; to group otherwise, give each call a group_id"
+                f"{num_calls:,} calls without group_id form {count(len(calls), 'group')}, by their messages "
+                "up to the first one of the user; to group otherwise, give each call a group_id"
             )
         for members in calls.values():
             group = {"group_id": members[0][0]} if len(members) > 1 else {}
