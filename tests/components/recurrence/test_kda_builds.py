@@ -33,8 +33,8 @@ def test_kernels_compile_for_hopper():
     """Shared memory suffices, ptxas does not serialize products, and few registers spill."""
     results = compiled_by(__name__, SOURCES, 128)
     kernels = [
-        "_prepare_kernel", "_state_kernel", "_output_kernel", "_prepare_kernel", "_state_kernel",
-        "_state_gradient_kernel", "_pair_gradient_kernel", "_input_kernel",
+        "_prepare_kernel", "_state_kernel", "_output_kernel", "_prepare_kernel", "_state_gradient_kernel",
+        "_state_kernel", "_pair_gradient_kernel", "_input_kernel",
     ]  # fmt: skip
     assert [result["kernel"] for result in results] == kernels
     for result in results:
