@@ -323,8 +323,7 @@ def outputs(
     program of a chain needs a whole multiprocessor, so chains run on a stream whose programs go first.
     """
     sum_gates(g, beta, saved, chunks)
-    scores = q.new_empty(saved.num_chunks, v.shape[1], CHUNK, CHUNK)
-    prepare_chunks = prepare(q, k, v, scores, saved, chunks, inverse=saved.has_delta)
+    scores, prepare_chunks = prepare(q, k, v, saved, chunks, inverse=saved.has_delta)
     tiles = _tiles(q, k, v, scores, saved)
     rest = None, None, o, saved.slots, *_where(saved, chunks, chains)
     run = _run(_chain_kernel, [*tiles, *rest], q, v, FORWARD=True, DELTA=saved.has_delta)

@@ -158,13 +158,15 @@ def _prepare_kernel(
 
 
 def prepare(
-    q: Tensor, k: Tensor, v: Tensor, scores: Tensor, saved: Saved, chunks: Chunks, inverse: bool
-) -> Run:
-    """Returns a pass over chunks that fills ``scores``: s P [chunks, G, 64, 64].
+    q: Tensor, k: Tensor, v: Tensor, saved: Saved, chunks: Chunks, inverse: bool
+) -> tuple[Tensor, Run]:
+    """Returns s P [chunks, G, 64, 64] in the dtype of q, uninitialized, and a pass over chunks that fills it.
 
-    inverse: also fill ``saved.inverse`` and the factors of queries and keys.
+    s P is 0 past a chunk's last token. inverse: the pass also fills ``saved.inverse`` and the factors of
+    queries and keys.
     """
     (heads_k, width_k), heads, delta = k.shape[1:], v.shape[1], saved.has_delta
+    scores = q.new_empty(saved.num_chunks, heads, CHUNK, CHUNK)
     tiles = [matrix(q, CHUNK, width_k), matrix(k, CHUNK, width_k)]
     tiles += [rows_of(saved.inverse, CHUNK) if delta else None, rows_of(scores, CHUNK)]
 
@@ -174,11 +176,11 @@ def prepare(
             GROUP=heads // heads_k, G=heads, K=width_k, DELTA=delta, INVERSE=inverse, num_warps=4,
         )  # fmt: skip
 
-    return run
+    return scores, run
 
 
 def make_scores(q: Tensor, k: Tensor, v: Tensor, saved: Saved, chunks: Chunks) -> Tensor:
-    """Returns s P [chunks, G, 64, 64] in the dtype of q, 0 past a chunk's last token."""
-    scores = q.new_empty(saved.num_chunks, v.shape[1], CHUNK, CHUNK)
-    prepare(q, k, v, scores, saved, chunks, inverse=False)(0, saved.num_chunks)
+    """Returns s P of all chunks."""
+    scores, run = prepare(q, k, v, saved, chunks, inverse=False)
+    run(0, saved.num_chunks)
     return scores

@@ -392,7 +392,7 @@ def make_scores(q: Tensor, k: Tensor, v: Tensor, saved: Saved, chunks: Chunks, l
 
 def make_states(
     k: Tensor, v: Tensor, state: Tensor, new: Tensor, saved: Saved, chunks: Chunks, chains: Chains,
-    leave: bool,
+    leave: bool = False,
 ) -> Run:  # fmt: skip
     """Returns a pass that fills ``state`` (S^T) and ``new`` (n^T) of chains whose slots are filled.
 
