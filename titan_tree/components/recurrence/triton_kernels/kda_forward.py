@@ -15,7 +15,7 @@ With m the first token of the right half,
     exp(G_i - G_j) = exp(G_i - G_m) exp(G_m - G_j)
 
 where both factors are at most 1. A token has one factor per level: 2^-|G - G_m|, with G in base 2. A level is
-one product for A and one for P, of which the pairs that meet at this level are kept.
+one product for A and one for P. Only the pairs that meet at this level are kept.
 
 The kernels run in this order:
 
