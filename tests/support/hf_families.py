@@ -147,12 +147,17 @@ FAMILIES: dict[str, dict[str, object]] = {
 }
 
 
-def hf_family(name: str, dtype: torch.dtype = torch.float32, **changes: object) -> PreTrainedModel:
-    """Returns a random model whose layers matter: its matrices are larger than at the start of training."""
+def known_config(name: str, **changes: object) -> transformers.PretrainedConfig:
+    """Returns a config of an architecture. Skips the test if this transformers has no such one."""
     try:
-        config = AutoConfig.for_model(name, **{**SIZES, **FAMILIES.get(name, {}), **changes})
+        return AutoConfig.for_model(name, **changes)
     except ValueError:
         pytest.skip(f"this version of transformers has no {name}")
+
+
+def hf_family(name: str, dtype: torch.dtype = torch.float32, **changes: object) -> PreTrainedModel:
+    """Returns a random model whose layers matter: its matrices are larger than at the start of training."""
+    config = known_config(name, **{**SIZES, **FAMILIES.get(name, {}), **changes})
     torch.manual_seed(0)
     # The default experts multiply in bfloat16 only.
     model = AutoModelForCausalLM.from_config(
