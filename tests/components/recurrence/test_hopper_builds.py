@@ -17,7 +17,6 @@ SOURCES = (
     "components/recurrence/hopper",
     "components/recurrence/buffers.py",
     "tree/chunks.py",
-    "tree/chunks.py",
 )
 
 

@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from titan_tree.components.recurrence.buffers import Run, Saved, beside, join
+from titan_tree.components.recurrence.buffers import Saved
 from titan_tree.components.recurrence.hopper.prepare import prepare
 from titan_tree.components.recurrence.hopper.tiles import (
     BLOCK_V,
@@ -46,6 +46,7 @@ from titan_tree.components.recurrence.hopper.tiles import (
     tile_of,
     work_of,
 )
+from titan_tree.components.recurrence.rounds import Run, beside, join
 from titan_tree.components.recurrence.triton_kernels.forward_kernels import sum_gates
 from titan_tree.components.rings import make_ring, matrix, release, vector, wait_full
 from titan_tree.errors import UserError

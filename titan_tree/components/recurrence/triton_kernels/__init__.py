@@ -27,9 +27,7 @@ __all__ = ["backward", "empty_saved", "forward", "is_automatic", "refusal"]
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
-PASSES = launch.Passes(
-    outputs, make_scores, make_states, state_gradients, input_gradients
-)
+PASSES = launch.Passes(outputs, make_scores, make_states, state_gradients, input_gradients)
 
 
 def forward(

@@ -39,7 +39,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_tree.components.recurrence.buffers import Run, Saved, precision, sizes
+from titan_tree.components.recurrence.buffers import Saved, precision, sizes
+from titan_tree.components.recurrence.rounds import Run
 from titan_tree.components.recurrence.triton_kernels.forward_kernels import (
     decayed,
     inverse_length,

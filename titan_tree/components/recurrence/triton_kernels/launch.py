@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_tree.components.recurrence.buffers import Run, Saved, beside, empty_saved, empty_states, join
+from titan_tree.components.recurrence.buffers import Saved, empty_saved, empty_states
+from titan_tree.components.recurrence.rounds import Run, beside, join
 from titan_tree.components.recurrence.triton_kernels.backward_kernels import sum_children
 from titan_tree.errors import UserError
 from titan_tree.tree.chunks import Chains, Chunks
