@@ -24,6 +24,7 @@ from titan_tree.errors import UserError, shorten
 POLL_S = 0.1  # interval at which a rank that waits for the others reads the store
 JOIN_S = 30.0  # the least time that a rank waits for the others: imports take seconds on a loaded machine
 ANSWER_S = 2.0  # longer than torch needs to report a timeout of its own
+ENDING_S = 60.0  # longer than a process needs to end on a loaded machine
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -102,8 +103,8 @@ class Launch:
             ) from None
 
     def _connect(self, connected: Future[dist.Store], timeout_s: float) -> None:
-        # A client of torch that gives up prints a stack, so ``join`` gives up first.
-        timeout = timedelta(seconds=timeout_s + (3 * ANSWER_S if self.rank else 0))
+        # A client of torch that gives up prints a stack, so ``join`` gives up first, and the process ends.
+        timeout = timedelta(seconds=timeout_s + (ENDING_S if self.rank else 0))
         try:
             connected.set_result(next(rendezvous("env://", timeout=timeout))[0])
         except BaseException as error:
