@@ -365,12 +365,6 @@ def test_an_error_without_a_finite_limit_fails():
         assert not _check("loss", "", "here", error, floor, 1.2).passed
 
 
-def test_float8_is_refused(tmp_path):
-    message = r"^training\.float8: expected 'none', because transformers has no float8 to compare with, got "
-    with pytest.raises(UserError, match=message):
-        certify(configured(tmp_path, model__name="qwen3", training__float8="tensorwise"))
-
-
 def test_gradients_of_zero_certify_nothing():
     zero, one = {"a": torch.zeros(2)}, {"a": torch.ones(2)}
     with pytest.raises(UserError, match="all gradients of the first step are 0, so a certificate would say"):

@@ -179,10 +179,6 @@ def test_a_run_saves_adapters_resumes_exactly_and_exports_dequantized_weights(tm
     ("options", "message"),
     [
         ({"training__compile": True}, r"training\.compile: expected false with lora\.quantize, .* to false"),
-        (
-            {"training__float8": "rowwise"},
-            r'training\.float8: expected "none" with lora\.quantize, .* to "none"',
-        ),
         ({"model__overrides__hidden_size": 32}, r"lora\.quantize: expected linears .* multiple of 16,384"),
         ({"lora__rank": 0}, r"lora\.quantize: expected 'none' without lora\.rank or lora\.adapter"),
         ({"lora__quantize": "int4"}, r"lora\.quantize: .*nf4"),

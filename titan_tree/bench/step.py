@@ -104,12 +104,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=["auto"],
         help="backends of TreeAttention, one run for each (default: auto)",
     )
-    add(
-        "--float8",
-        nargs="+",
-        default=["none"],
-        help="titan_tree's training.float8, one run for each value (default: none)",
-    )
     add("--compile", action=argparse.BooleanOptionalAction, default=True)
     add("--activation-checkpoint", choices=["none", "full"], default="none")
     add(
@@ -161,10 +155,7 @@ def make_entries(args: argparse.Namespace, mesh: DeviceMesh, device: torch.devic
     for dtype in args.peer:
         build = partial(peer_step, hf_config, dtype, args=args, device=device)
         entries.append(entry(f"transformers ({dtype}), one sequence", "chain", build))
-    for shape, layers, attention, float8 in itertools.product(
-        args.tree, args.implementation, args.attention, args.float8
-    ):
-        precision = "" if float8 == "none" else f", float8 {float8}"
+    for shape, layers, attention in itertools.product(args.tree, args.implementation, args.attention):
         config = ModelConfig(
             name=args.model,
             flavor=args.flavor,
@@ -172,12 +163,10 @@ def make_entries(args: argparse.Namespace, mesh: DeviceMesh, device: torch.devic
             attention=attention,
             overrides=overrides,
         )
-        training = TrainingConfig(
-            compile=args.compile, activation_checkpoint=args.activation_checkpoint, float8=float8
-        )
+        training = TrainingConfig(compile=args.compile, activation_checkpoint=args.activation_checkpoint)
         build = partial(our_step, config, training, lora_rank=args.lora, mesh=mesh, device=device)
         of = "" if layers == "native" else "layers of transformers, "
-        entries.append(entry(f"titan_tree ({of}{attention}{precision}), {shape}", shape, build))
+        entries.append(entry(f"titan_tree ({of}{attention}), {shape}", shape, build))
     return entries
 
 

@@ -75,11 +75,6 @@ def opened(config: Config, max_tokens: int) -> Iterator[Subject]:
     Raises:
         UserError: the configuration cannot be trained, or not be compared.
     """
-    if config.training.float8 != "none":
-        raise UserError(
-            f"training.float8: expected 'none', because transformers has no float8 to compare with, got "
-            f"{config.training.float8!r}; add training.float8=none"
-        )
     # Transformers computes neither of them.
     data = dataclasses.replace(config.data, replay="off")
     config = dataclasses.replace(config, data=data, router_loss=RouterLossConfig())

@@ -98,6 +98,13 @@ class Config:
             owner = getattr(self, table) if table else self
             if isinstance(path := getattr(owner, name), str):
                 setattr(owner, name, os.path.expanduser(path))
+        require(
+            self.lora.quantize == "none" or not self.training.compile,
+            "training.compile",
+            "false with lora.quantize, because compiled graphs would store dequantized weights for the "
+            "backward pass",
+            "true; set it to false",
+        )
         require(self.folder.strip(), "folder", "a path", repr(self.folder))
         # ModelConfig cannot check this: the default of the key is ModelConfig(), where both are unset.
         require(

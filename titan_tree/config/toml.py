@@ -46,11 +46,12 @@ D = TypeVar("D", bound="DataclassInstance")
 Table = dict[str, Any]  # keys and values as TOML or YAML has them
 
 PACKAGED = Path(__file__).parents[1] / "train_configs"  # in a checkout, a link to train_configs/
-# Keys of earlier versions, and the setting that replaced each one.
-RENAMED = {
-    "metrics.csv": 'metrics.loggers, a list of names: add or remove "csv"',
-    "metrics.tensorboard": 'metrics.loggers, a list of names: add or remove "tensorboard"',
-    "model.gdn": "model.recurrence",
+# Keys of earlier versions, and what became of each one.
+FORMER = {
+    "metrics.csv": 'was replaced by metrics.loggers, a list of names: add or remove "csv"',
+    "metrics.tensorboard": 'was replaced by metrics.loggers, a list of names: add or remove "tensorboard"',
+    "model.gdn": "was replaced by model.recurrence",
+    "training.float8": "was removed; delete it: linears compute in training.dtype, by default bfloat16",
 }
 # Other names of keys in the same table. ``dump_config`` writes the key.
 SYNONYMS = {"parallel.context_parallel": "sequence_parallel"}  # torchtitan's name
@@ -271,8 +272,8 @@ class _Schema(NamedTuple):
     def explain_unknown(self, table: str, name: str) -> str:
         """Returns what is wrong with a key. Hints name the same key elsewhere, or a similar one here."""
         key = f"{table}.{name}" if table else name
-        if key in RENAMED:
-            return f"{key!r} was replaced by {RENAMED[key]}"
+        if key in FORMER:
+            return f"{key!r} {FORMER[key]}"
         if key in COMMANDS:
             return f"unknown key {key!r}; this table is for {COMMANDS[key]}; start that, or remove the table"
         siblings = [field.name for field in dataclasses.fields(self.tables[table])]

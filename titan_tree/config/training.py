@@ -33,10 +33,6 @@ class TrainingConfig(Checked, table="training"):
     # smaller.
     epochs: int | None = setting(None, at_least(1))
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # Compute dtype. Weights are fp32.
-    # Float8 recipe of torchao for the dense linear layers. Scales are per tensor or per row, and
-    # "rowwise_with_gw_hp" computes weight gradients in ``dtype``. Experts, routers and the vocabulary never
-    # use float8.
-    float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
     # Bad steps in a row after which training ends with an error. A step is bad if its loss or gradient is not
     # finite, or if the loss counts none of its tokens. It leaves weights and optimizer states unchanged, but
     # it counts as a step: data and learning rate advance.

@@ -43,7 +43,6 @@ def parallelize(
     mesh: DeviceMesh | OneRank,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    float8: ao.Float8 = "none",
     lora: LoRA | None = None,
     quantize: ao.Quantize = "none",
     activation_checkpoint: ActivationCheckpoint = "none",
@@ -53,11 +52,11 @@ def parallelize(
     sequence_parallel: int = 1,
     expert_parallel: int = 1,
 ) -> TreeModel:
-    """Applies float8, LoRA, all kinds of parallelism, checkpointing and torch.compile to a model, in place.
+    """Applies LoRA, all kinds of parallelism, checkpointing and torch.compile to a model, in place.
 
     The order matters:
 
-    1. Float8, LoRA, sequence and expert parallelism change modules and parameters, so they come first.
+    1. LoRA, sequence and expert parallelism change modules and parameters, so they come first.
     2. Checkpointing wraps each block before compile. The compiler then sees what is recomputed and can fuse
        across it.
     3. Compile comes before FSDP2, whose hooks then run around each block, outside its graph.
@@ -73,7 +72,6 @@ def parallelize(
             sharded by FSDP2 are cast once per step (``gradient_sync.cast_weights``): all weights of a single
             rank, and experts that only one rank holds. FSDP2 would compute the same numbers, but copy weights
             once and gradients twice (2 % of a step, docs/performance.md).
-        float8: torchao's recipe for the linears of the blocks, see ``ao.float8_linears``.
         lora: the updates to add, see ``add_lora``; None: the weights of the model are trained.
         quantize: "nf4" does not shard the linears whose frozen weights ``ao.store_as_nf4`` quantizes when
             they are loaded. Every rank holds all of them.
@@ -90,15 +88,12 @@ def parallelize(
     Returns:
         ``model``.
     Raises:
-        UserError: float8, lora, sequence_parallel or expert_parallel does not suit the model, or the GPU or
-            the number of ranks; or quantize does not suit float8 or compile.
+        UserError: lora, quantize, sequence_parallel or expert_parallel does not suit the model or the number
+            of ranks.
     """
     unsharded: set[nn.Parameter] = set()
     if quantize != "none":
-        check_quantize(float8, compile)
         unsharded = {linear.get_parameter("weight") for linear in ao.nf4_linears(model).values()}
-    if float8 != "none":
-        ao.float8_linears(model, float8, mesh.device_type)
     if lora is not None:
         add_lora(model, lora, dtype)
     check_parallel(model, mesh.size(), replicate, sequence_parallel, expert_parallel)
@@ -118,20 +113,6 @@ def parallelize(
     if mesh.size() > 1:
         _fully_shard(model, meshes, dtype, reshard_after_forward, unsharded)
     return model
-
-
-def check_quantize(float8: ao.Float8, compile: bool) -> None:
-    """Raises UserError if quantized weights do not suit the other options."""
-    if float8 != "none":
-        raise UserError(
-            'training.float8: expected "none" with lora.quantize, which does not multiply in float8; '
-            'set it to "none"'
-        )
-    if compile:
-        raise UserError(
-            "training.compile: expected false with lora.quantize, because compiled graphs would store "
-            "dequantized weights for the backward pass; set it to false"
-        )
 
 
 def check_parallel(

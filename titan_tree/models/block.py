@@ -55,8 +55,6 @@ class Mixer(nn.Module, ABC):
     # One entry per exported tensor: the stream of the gateway cache that stores its rows (tree/gateway.py).
     # "keys" has rows for tokens that descendants see, "states" for tokens that descendants continue from.
     cache_streams: ClassVar[tuple[str, ...]]
-    # Attribute names of linears that must not run in float8, because they need more precision.
-    high_precision: ClassVar[tuple[str, ...]] = ()
     # Names of heads that several ranks may hold, because each of them serves several other heads.
     copied_heads: ClassVar[tuple[str, ...]] = ()
 

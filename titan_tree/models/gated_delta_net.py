@@ -73,8 +73,6 @@ class GatedDeltaNet(Mixer):
 
     cache_streams = ("states", "states")
     copied_heads = ("linear_num_key_heads",)
-    # The gates have one output per head. Float8 would save nothing and blur the decays of long paths.
-    high_precision = ("in_proj_a", "in_proj_b")
 
     def __init__(self, config: GatedDeltaNetConfig, gdn: TreeRecurrence) -> None:
         super().__init__()

@@ -245,8 +245,6 @@ class KimiDeltaAttention(Mixer):
 
     cache_streams = ("states", "states")
     num_heads: Mapping[str, int] = {}
-    # Float8 would save little and blur the decays of long paths.
-    high_precision = ("b_proj", "forget_gate.f_a_proj", "forget_gate.f_b_proj")
 
     def __init__(self, config: KimiLinearConfig, kda: TreeRecurrence) -> None:
         super().__init__()

@@ -17,7 +17,6 @@ from titan_tree.config.rl import RLConfig, RLRunConfig, WarmStartConfig
 from titan_tree.config.toml import load_tables
 from titan_tree.distributed.collectives import call_and_gather, call_on_all_ranks
 from titan_tree.distributed.gradient_sync import unsharded
-from titan_tree.distributed.parallelize import check_quantize
 from titan_tree.errors import UserError
 from titan_tree.models.lora.adapters import add_lora
 from titan_tree.rl.environment import Demonstrator
@@ -197,8 +196,6 @@ def check_without_weights(config: RLRunConfig, sampler: Sampler | None = None) -
         sampler: the sampler that Python code passes, see ``check_settings``.
     """
     check_settings(config, sampler)
-    if config.lora.quantize != "none":
-        check_quantize(config.training.float8, config.training.compile)
     with torch.device("meta"):
         model = build_model_without_weights(config.model)
     updates, _ = build_lora(config.lora, model)

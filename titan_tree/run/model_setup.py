@@ -56,7 +56,6 @@ def build_parallel_model(
         built,
         mesh,
         dtype=getattr(torch, training.dtype),
-        float8=training.float8,
         lora=updates,
         quantize=lora.quantize,
         activation_checkpoint=training.activation_checkpoint,

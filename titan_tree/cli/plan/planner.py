@@ -237,7 +237,6 @@ class Planner:
                 self.groups % config.data.global_batch_groups > 0
             ),
             "training.compile = false needs more memory and time than computed": not training.compile,
-            "the speed of float8 is not measured; the time is that of bf16": training.float8 != "none",
             "the speed of KDA is not measured; the time is that of Gated DeltaNet": (
                 self.model.recurrence_class is TreeKDA
             ),
