@@ -15,7 +15,6 @@ from statistics import median
 
 import torch
 import triton
-from torch import Tensor
 
 from titan_tree.components.tree_tokenizer.template_process import PROCESS
 from titan_tree.errors import UserError
@@ -146,6 +145,17 @@ def time_ms(function: Callable[[], object]) -> float:
     return median(1e3 * wall_s(function) for _ in range(3))
 
 
+def replay_ms(function: Callable[[], object]) -> float:
+    """Returns the median milliseconds of a call in replays of a CUDA graph, so that the host does not count.
+
+    The calls before the capture compile and tune. Caches are not flushed. On a CPU, this is ``time_ms``.
+    """
+    if not torch.cuda.is_available():
+        return time_ms(function)
+    synchronize()  # the calls run on streams that do not wait for the one that made their inputs
+    return triton.testing.do_bench_cudagraph(function, rep=100, return_mode="median")
+
+
 def wall_s(function: Callable[[], object]) -> float:
     """Returns the seconds of one call on the host's clock. Waits for the GPU before and after the call."""
     synchronize()
@@ -170,11 +180,6 @@ def reset_peak_memory(device: torch.device) -> None:
 def peak_memory(device: torch.device) -> int:
     """Returns the largest number of bytes that tensors took since the reset. Returns 0 on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-
-
-def autograd_ms(run: Callable[[], Tensor], inputs: Sequence[Tensor], gradient: Tensor) -> float:
-    """Returns the median milliseconds of a forward and backward pass, with gradients for all inputs."""
-    return time_ms(lambda: torch.autograd.grad(run(), inputs, gradient))
 
 
 # Tables and files.

@@ -5,17 +5,18 @@ titan-tree bench recurrence --tree chain agent --heads 16 64  # as in Qwen3.5's 
 titan-tree bench recurrence --rule ssd                        # TreeSSD; --rule kda: TreeKDA
 
 The measured core of a layer has no projections: it goes from q, k, v, the decays and beta to the output,
-through the module, autograd and the operator. All contenders take turns in one process on
-random data in bfloat16; the table has medians. What the host computes once per batch for all layers is
-timed apart ("plan_host_ms"). "kept" is the memory that a forward pass keeps for its backward pass, besides
-inputs and output.
+through the module, autograd and the operator. All contenders take turns in one process on random data in
+bfloat16. Times are medians of replays of a CUDA graph, which leave out the host. What the host computes once
+per batch for all layers is timed apart ("plan_host_ms"). "kept" is the memory that a forward pass keeps for
+its backward pass, besides inputs and output.
 
 Peers: "per path" is training without trees. It computes every leaf path on its own with the same kernels.
 Where flash-linear-attention (FLA) is installed, its kernels run on one chain of as many tokens, and on the
-tree level by level: all nodes of one depth at once, from their parents' last states. For SSD, this is FLA's
-"simple GLA", which needs a copy of the keys for each value head. Where mamba_ssm is installed, its kernel
-runs on one chain, too; it also multiplies x and A by dt. On Hopper FLA refuses to run its backward pass with
-versions of Triton that compile wrong gradients. This benchmark runs it there to measure its time only.
+tree level by level: all nodes of one depth at once, from their parents' last states. The time of the levels
+includes the host, because FLA reads their lengths from the GPU. For SSD, FLA's kernel is "simple GLA", which
+needs a copy of the keys for each value head. Where mamba_ssm is installed, its kernel runs on one chain, too;
+it also multiplies x and A by dt. On Hopper FLA refuses to run its backward pass with versions of Triton that
+compile wrong gradients. This benchmark runs it there to measure its time only.
 
 "x chain" is the time per token of a chain, which --tree measures first, over that of the tree. "x FLA" is
 the time of FLA's chain over that of the tree. The picture has the time of each contender on each tree.
@@ -39,8 +40,8 @@ from titan_tree.bench.record import (
     Contender,
     Row,
     add_rounds,
-    autograd_ms,
     default_device,
+    replay_ms,
     run_rounds,
     time_ms,
     wall_s,
@@ -204,7 +205,9 @@ def peers(shape: str, tree: TokenTree, inputs: Callable[[int], list[Tensor]], ru
     if FLA and DEVICE.type == "cuda":
         contenders.append(contender("FLA, one chain", lambda *x: fla(rule, *x)[0], own, FLA_NOTE))
         if shape != "chain":
-            contenders.append(contender("FLA, level by level", level_by_level(tree, rule), own, FLA_NOTE))
+            note = "; ".join(filter(None, ("includes the host", FLA_NOTE)))
+            levels = level_by_level(tree, rule)
+            contenders.append(contender("FLA, level by level", levels, own, note, time_ms))
     if rule == "ssd" and mamba_chunk_scan_combined is not None and DEVICE.type == "cuda":
         contenders.append(contender("mamba_ssm, one chain", mamba_chain, own))
     return contenders
@@ -261,7 +264,10 @@ def level_by_level(tree: TokenTree, rule: str) -> Run:
     return run
 
 
-def contender(name: str, run: Run, make_inputs: Callable[[], list[Tensor]], note: str = "") -> Contender:
+def contender(
+    name: str, run: Run, make_inputs: Callable[[], list[Tensor]], note: str = "",
+    timer: Callable[[Callable[[], object]], float] = replay_ms,
+) -> Contender:  # fmt: skip
     """Returns a contender that measures a forward pass ("forward") and both passes ("both") in milliseconds.
 
     It also measures the bytes that a forward pass keeps for its backward pass ("kept").
@@ -270,7 +276,7 @@ def contender(name: str, run: Run, make_inputs: Callable[[], list[Tensor]], note
     def measure() -> list[dict[str, float]]:
         inputs = make_inputs()
         with torch.no_grad():
-            forward = time_ms(partial(run, *inputs))
+            forward = timer(partial(run, *inputs))
         for x in inputs:
             x.requires_grad_()
         before = torch.cuda.memory_allocated()  # 0 without a GPU
@@ -278,7 +284,8 @@ def contender(name: str, run: Run, make_inputs: Callable[[], list[Tensor]], note
         kept = max(0, torch.cuda.memory_allocated() - before - out.nbytes)
         do = torch.randn_like(out)
         del out
-        return [{"forward": forward, "both": autograd_ms(partial(run, *inputs), inputs, do), "kept": kept}]
+        both = timer(lambda: torch.autograd.grad(run(*inputs), inputs, do))
+        return [{"forward": forward, "both": both, "kept": kept}]
 
     return Contender(name, measure, note=note)
 
