@@ -19,7 +19,7 @@ from tests.support.cases import for_each
 from tests.support.tiny_run import VOCAB, tiny_config, train
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import build_model
-from titan_tree.registry import METRICS
+from titan_tree.registry import METRICS, OPTIMIZERS
 from titan_tree.run import memory_check
 from titan_tree.run.optimizer_step import OptimizerStep
 from titan_tree.scoring.score_trees import tree_logprobs
@@ -46,8 +46,11 @@ def test_a_run_that_cannot_fit_is_refused_before_its_model_is_built(
 ) -> None:
     options = {"model__overrides": "{}", "model__flavor": "8B", "optimizer__name": "adamw"}
     monkeypatch.setattr(memory_check, "host_memory", lambda: 122.0 * 2**30)
-    with pytest.raises(UserError, match=r"8,190,735,360 parameters need at least 122 GiB .* the 122 GiB of"):
+    message = r"8,190,735,360 parameters need at least 122 GiB .* the 122 GiB of"
+    with pytest.raises(UserError, match=message) as error:
         train(tiny_config(tmp_path, **options))
+    (advised,) = re.findall(r"optimizer\.name=(\w+)", str(error.value))
+    assert advised in OPTIMIZERS
     with torch.device("meta"):
         model = build_model("qwen3", "8B")
     config = tiny_config(tmp_path, **options)

@@ -42,7 +42,7 @@ def check_memory(config: Config, mesh: DeviceMesh, device: torch.device) -> None
         raise AgreedError(
             f"model: {model.num_parameters():,} parameters need at least {needed / GIB:,.0f} GiB for "
             f"weights, gradients and optimizer states, more than {where}; choose a smaller model, more GPUs, "
-            "optimizer.name=adamw_8bit, or LoRA (lora.rank); titan-tree plan estimates the memory of each"
+            "optimizer.name=adamw8bit, or LoRA (lora.rank); titan-tree plan estimates the memory of each"
         )
 
 
