@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from tests.support.optimizers import draw_gradients, model_and_optimizers, plain_state
 from tests.support.tiny_run import read_metrics, tiny_config, train
 from titan_tree.components import adamw_kernel as adamw_8bit
+from titan_tree.components.lora import LoRA
 from titan_tree.config import OptimizerConfig
 from titan_tree.distributed import adamw, ao
 from titan_tree.distributed.adamw import AdamW, AdamW8bit
 from titan_tree.distributed.optimizers import OptimizerSpec, build_optimizers, clip_and_step, optimizer_class
 from titan_tree.errors import UserError
+from titan_tree.models.decoder import build_model
+from titan_tree.models.lora.adapters import add_lora
 from titan_tree.registry import OPTIMIZERS
 from titan_tree.run.trainer import Trainer
 
@@ -157,6 +160,17 @@ def test_options_are_arguments_of_the_optimizer() -> None:
     ):
         with pytest.raises(UserError, match=rf"^optimizer.options.{option}: expected {expected}"):
             optimizer_class(OptimizerConfig(name="sgd", options={option: value}))
+
+
+@pytest.mark.parametrize("targets", [("q_proj",), ("experts.down_proj",), ("q_proj", "experts.down_proj")])
+def test_matrices_and_experts_with_lora_are_in_groups_of_their_own(targets: tuple[str, ...]) -> None:
+    model = build_model("qwen3_moe", "debug", num_hidden_layers=1)
+    add_lora(model, LoRA(rank=2, targets=targets))
+    (optimizer,) = build_optimizers(OptimizerConfig(), model)
+    groups = [group["param_names"] for group in optimizer.param_groups]
+    pairs = [[name for name in names if name.endswith("_lora_A")] for names in groups]
+    paths = {"q_proj": "self_attn.q_proj.weight", "experts.down_proj": "mlp.experts.down_proj"}
+    assert pairs == [[f"layers.0.{paths[target]}_lora_A"] for target in reversed(targets)]
 
 
 def test_8_bit_states_take_2_bytes_and_stay_near_adamw():

@@ -113,24 +113,24 @@ class Optimizers(titan.OptimizersContainer):
 def build_optimizers(config: OptimizerConfig, model: nn.Module) -> Optimizers:
     """Returns the optimizer of all parameters of ``model`` that are not frozen, in up to three groups.
 
-    A parameter belongs to the first group whose pattern matches its name. Vectors, which are the weights of
-    norms and DeltaNet's decays, get no weight decay. Experts form a group of their own, because one fused
-    kernel can only update tensors with the same sharding.
+    Vectors, which are the weights of norms and DeltaNet's decays, get no weight decay. Experts form a group
+    of their own, because one fused kernel can only update tensors with the same sharding.
     """
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    vectors = "|".join(re.escape(name) for name, p in trained.items() if p.ndim == 1)
-    decays = {f"^({vectors})$": 0.0} if vectors else {}
-    if any(".experts." in name for name in trained):
-        decays[r"\.experts\."] = config.weight_decay
-    decays[".*"] = config.weight_decay
+    vectors: list[str] = []
+    experts: list[str] = []
+    others: list[str] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (vectors if parameter.ndim == 1 else experts if ".experts." in name else others).append(name)
     options = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
     groups = [
         titan.ParamGroupConfig(
-            pattern=pattern,
+            pattern=f"^({'|'.join(map(re.escape, names))})$",
             optimizer_name=config.name,
             optimizer_kwargs=options | {"weight_decay": decay},
         )
-        for pattern, decay in decays.items()
+        for names, decay in ((vectors, 0.0), (experts, config.weight_decay), (others, config.weight_decay))
+        if names
     ]
     return Optimizers(config, groups, model)
 
