@@ -162,6 +162,26 @@ def test_options_are_arguments_of_the_optimizer() -> None:
             optimizer_class(OptimizerConfig(name="sgd", options={option: value}))
 
 
+class Stepwise(torch.optim.Rprop):
+    """Has a default that TOML cannot write, and arguments without a name."""
+
+    def __init__(self, params: Any, etas: tuple[float, float] = (0.5, 1.2), **others: Any) -> None:
+        super().__init__(params, etas=etas)
+
+
+def test_options_may_be_lists_and_need_a_name() -> None:
+    OPTIMIZERS.register("stepwise", OptimizerSpec(import_class=lambda: Stepwise))
+    model, _ = model_and_optimizers("adamw")
+    (optimizer,) = build_optimizers(OptimizerConfig(name="stepwise", options={"etas": [0.4, 1.3]}), model)
+    assert optimizer.param_groups[0]["etas"] == [0.4, 1.3]
+    for options, message in (
+        ({"etas": 0.4}, "etas: expected a list, got 0.4"),
+        ({"others": 1}, "others: 'stepwise' has no such option; expected etas; remove it"),
+    ):
+        with pytest.raises(UserError, match=f"^optimizer.options.{message}$"):
+            optimizer_class(OptimizerConfig(name="stepwise", options=options))
+
+
 @pytest.mark.parametrize("targets", [("q_proj",), ("experts.down_proj",), ("q_proj", "experts.down_proj")])
 def test_matrices_and_experts_with_lora_are_in_groups_of_their_own(targets: tuple[str, ...]) -> None:
     model = build_model("qwen3_moe", "debug", num_hidden_layers=1)

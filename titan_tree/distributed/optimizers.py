@@ -61,18 +61,22 @@ def optimizer_class(config: OptimizerConfig) -> Callable[..., torch.optim.Optimi
         UserError: its package is missing, or it does not take one of ``config.options``.
     """
     constructor = OPTIMIZERS[config.name].import_class()
-    parameters = inspect.signature(constructor).parameters
-    known = [name for name in parameters if name not in RESERVED]
+    known = {
+        name: parameter
+        for name, parameter in inspect.signature(constructor).parameters.items()
+        if name not in RESERVED and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    }
     for option, value in config.options.items():
         if option not in known:
             raise UserError(
                 f"optimizer.options.{option}: {config.name!r} has no such option; expected "
                 f"{', '.join(known) or 'none'}; remove it"
             )
-        default = parameters[option].default
-        expected = float if type(default) in (int, float) else type(default)
+        default = known[option].default
+        expected = {int: float, tuple: list}.get(type(default), type(default))  # TOML has no tuples
         if default is not inspect.Parameter.empty and default is not None:
-            kind = {bool: "true or false", float: "a number"}.get(expected, expected.__name__)
+            kinds = {bool: "true or false", float: "a number", str: "a string", list: "a list"}
+            kind = kinds.get(expected, expected.__name__)
             is_number = expected is float and isinstance(value, int) and not isinstance(value, bool)
             if not (isinstance(value, expected) or is_number):
                 raise UserError(f"optimizer.options.{option}: expected {kind}, got {shorten(value)}")
