@@ -43,8 +43,8 @@ class DataConfig(Checked, table="data"):
     )
     # Format of the files. "auto" looks at their content.
     format: str = setting("auto", one_of("auto", READERS))
-    # Fields of records and messages that are not read. Any other unknown field is an error, except for usual
-    # bookkeeping such as "task", "source" or "metadata" (data/schema.py). ["*"] ignores all unknown fields.
+    # Unknown fields of records and messages that are not errors, besides those that say where data come from
+    # (docs/fields.md). ["*"] ignores all.
     ignore_fields: list[str] = setting([])
     # "byte", a Hugging Face folder, a .tiktoken file, or a function of your own as "module:name"
     # (docs/extending.md). Default: model.hf_path.
@@ -54,19 +54,18 @@ class DataConfig(Checked, table="data"):
     sample: dict[str, Any] = setting({}, OPTIONS)
     # "group" makes one tree per group. "batch" also merges the groups of a batch.
     merge: Literal["group", "batch"] = "group"
-    # "tree" trains on token trees. Baselines: "leaf" trains one row per leaf, together with the paths that
-    # are its prefixes; "flat" trains one row per path.
+    # "tree" trains on token trees. Baselines: "leaf" trains one row per leaf, with its prefixes; "flat"
+    # trains one row per path.
     layout: Literal["tree", "leaf", "flat"] = "tree"
-    # Paths of a group that are trained. Baseline: "longest" keeps the path with the most tokens, together
-    # with the paths that are its prefixes, and one of equal paths.
+    # Paths of a group that are trained. Baseline: "longest" keeps the longest path and its prefixes
+    # (docs/data.md).
     paths: Literal["all", "longest"] = "all"
-    # Source of the advantages: "given" in the data, or an estimator that computes them from the rewards of
-    # each group, such as "group" in GRPO (docs/advantages.md).
+    # Source of the advantages: "given" in the data, or an estimator that computes them from rewards, such as
+    # "group" in GRPO (docs/advantages.md).
     advantage: str = setting("given", one_of("given", ADVANTAGES))
     advantage_options: dict[str, Any] = setting({})  # Options of the estimator, such as once = true.
-    # Train with the routed_experts that the samples record (docs/routing.md). If paths record different
-    # experts for a token they share, use those of the "first" path or of the "majority", or "split" the
-    # paths.
+    # Train with recorded experts (docs/routing.md). Where paths recorded different ones for a token, use
+    # those of the "first" path or of the "majority", or "split" the paths.
     replay: Literal["off", "first", "majority", "split"] = "off"
     # Maximum tokens of one forward pass. Larger trees are partitioned, see [partition].
     max_tokens: int = setting(32_768, at_least(1))
@@ -101,8 +100,8 @@ class PartitionConfig(Checked, table="partition"):
     # Maximum tokens whose activations are live at once. Default: the larger of data.max_tokens and the
     # longest path.
     max_chain_tokens: int | None = setting(None, at_least(1))
-    # Where activations of partitions wait for the partitions below them (docs/partitioning.md). "auto" keeps
-    # up to device_gb on the GPU, offloads up to host_gb to host memory, and recomputes the rest.
+    # Where activations of suspended partitions wait (docs/partitioning.md). "auto" keeps up to device_gb on
+    # the GPU, offloads up to host_gb to host memory, and recomputes the rest.
     activations: Literal["auto", "keep", "offload", "recompute"] = "auto"
     device_gb: float | None = setting(None, finite, at_least(0))  # GPU memory for "auto". Default: no limit.
     # Host memory per GPU for "auto". Default: half of the available memory, divided by the number of ranks on

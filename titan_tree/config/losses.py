@@ -76,10 +76,7 @@ class LossConfig(Checked, table="loss"):
     """The loss that TreeLoss computes."""
 
     name: str = setting("sft", one_of(LOSSES))  # Loss function (docs/components/losses.md).
-    # How token losses are added up (docs/concepts.md, "The loss over paths"). "path_mean" and "token_mean"
-    # weigh all counted tokens alike and differ only in the scale of the gradient. "path_token_mean" gives
-    # every sample the same weight, "rollout_token_mean" every rollout. With "distinct_token_mean" and
-    # "first_path_token_mean", a token that paths share counts once.
+    # How token losses are added up (docs/concepts.md, "The loss over paths").
     reduction: Reduction = "path_mean"
     entropy: float = setting(0.0, finite)  # Coefficient of an entropy bonus.
     whiten: bool = False  # Normalize advantages over the tokens of the global batch (TreePO, REINFORCE++).
@@ -102,9 +99,8 @@ class RouterLossConfig(Checked, table="router_loss"):
     # Coefficient of the load-balancing loss. About 1e-3 in pre-training.
     balance: float = setting(0.0, non_negative)
     z: float = setting(0.0, non_negative)  # Coefficient of the z-loss.
-    # Tokens over which expert loads are balanced. "global_batch" does not depend on how trees are packed into
-    # micro-batches and ranks. If a rank needs several forward passes per scope, the balancing loss runs each
-    # of them twice: first to count the tokens per expert, then to train.
+    # Tokens over which expert loads are balanced. "global_batch" does not depend on how trees are packed. If
+    # a rank has several forward passes per scope, each runs twice: to count tokens, and to train.
     scope: Literal["global_batch", "micro_batch"] = "global_batch"
 
 

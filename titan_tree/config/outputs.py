@@ -21,19 +21,17 @@ class CheckpointConfig(Checked, table="checkpoint"):
 
     # Steps between checkpoints. The last step of the run always writes one. 0: no checkpoints.
     interval: int = setting(500, at_least(0))
-    # Maximum minutes between checkpoints, by the clock of rank 0. Default: no limit. A checkpoint is written
-    # before the next step after this time.
+    # Maximum minutes between checkpoints, by the clock of rank 0. Default: no limit.
     minutes: float | None = setting(None, greater_than(0))
-    # Number of newest checkpoints to keep. 0 keeps all. 1 is refused, because a run could not fall back to an
-    # older checkpoint if the only one is damaged.
+    # Number of newest checkpoints to keep. 0 keeps all. 1 is refused, because the only checkpoint may be
+    # damaged.
     keep: int = setting(3, check("0 (keeps all) or at least 2", lambda keep: keep == 0 or keep >= 2))
     folder: str = "checkpoints"  # Folder inside the run's folder, or an absolute path.
     resume: bool = True  # Continue from the newest good checkpoint in the folder.
     # Resume even if the data, the samples, the loss or the validation files have changed. One curve then
-    # shows different experiments. The log names the changes.
+    # shows different experiments.
     allow_changes: bool = False
-    # Write while training continues. Each rank copies its weights and optimizer states to pinned host memory
-    # during the next step, and keeps this memory until the run ends.
+    # Write while training continues, from a copy in pinned host memory (docs/memory.md).
     async_save: bool = False
     export_hf: bool = False  # Write the final weights as a Hugging Face snapshot into hf/.
 
