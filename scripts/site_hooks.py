@@ -38,7 +38,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     text = LINK.sub(replace, markdown)
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-    blocks = [block for block in prose.split("\n\n") if block[:1].isalnum()]
+    blocks = [block for block in prose.split("\n\n") if re.match(r"\w|`", block)]
     summary = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", " ".join(blocks[0].split())) if blocks else ""
     title = re.search(r"^# (.+)$", prose, re.MULTILINE)
     summaries[page.url] = f"[{title[1] if title else page.url}]({page.url}): {summary}"
