@@ -91,23 +91,21 @@ class ParallelConfig(Checked, table="parallel"):
     # Reduce gradients after the "last" or after "every" micro-batch. "last" keeps 4 bytes per parameter on
     # every rank.
     reduce_gradients: Literal["last", "every"] = "last"
-    # Number of replicas (HSDP). Each holds all weights, sharded over its ranks. If machines are connected by
-    # slow links, one replica per machine needs less communication between them.
+    # Number of replicas (HSDP). Each holds all weights, sharded over its ranks. One replica per machine needs
+    # less communication between machines.
     replicate: int = setting(1, at_least(1))
-    # Number of adjacent ranks that share the tokens of the same trees: for trees that are too large for one
-    # GPU, and for steps with fewer trees than GPUs (docs/parallelism.md). torchtitan's name,
-    # context_parallel, is accepted, too.
+    # Number of adjacent ranks that share the tokens of the same trees (docs/parallelism.md). torchtitan's
+    # name, context_parallel, is accepted, too.
     sequence_parallel: int = setting(1, at_least(1))
-    # Number of adjacent ranks that shard the experts of a layer, to which tokens are sent. It must divide the
-    # number of ranks and of experts (docs/parallelism.md).
+    # Number of adjacent ranks that shard the experts of a layer, to which tokens are sent
+    # (docs/parallelism.md).
     expert_parallel: int = setting(1, at_least(1))
-    # Distribute the trees of each step so that all ranks finish at about the same time, and divide the paths
-    # of trees that others would wait for. false: a rank trains on the groups that it reads, or trees are
-    # balanced by tokens if data.merge is "batch".
+    # Distribute the trees of each step so that all ranks finish at about the same time, and divide large
+    # trees by paths. false: a rank trains on the groups that it reads, or trees are balanced by tokens if
+    # data.merge is "batch".
     balance: bool = True
-    # Seconds that a rank waits before the run ends: at the start (at least 30) for the others to come, and
-    # later for the others in a collective, and for the input of a step, also on one rank. Until the first
-    # step is done, these later waits take at least an hour, because compile times differ between ranks.
+    # Seconds that a rank waits for the others, and for the input of a step, before the run ends: at the start
+    # at least 30, and in the first step at least an hour, because compile times differ (docs/signals.md).
     timeout_s: float = setting(600.0, between(1, 1e6))
     # Steps between comparisons of weights, settings and data positions over all ranks. 0: no comparisons. The
     # first step of each start is also compared. A comparison gathers all weights once.
