@@ -150,18 +150,20 @@ def test_kda_survives_decays_of_exp_minus_20(channels, tolerance):
     assert_relative(run_rule(case, "triton"), exact_rule(case), tolerance)
 
 
-def test_strided_inputs_and_one_gradient_alone():
-    """Only the exported states are used, and only beta requires a gradient."""
+def test_strides_and_one_gradient_alone():
+    """Only beta requires a gradient. Exported states are used alone, and beside a strided gradient of o."""
     case = recurrence_case(SMALL_GATEWAY)
-    want = exact_rule(case._replace(upstream=[torch.zeros_like(case.upstream[0]), case.upstream[1]]))
-    strided = [x.detach().mT.contiguous().mT for x in case.inputs]
+    do, dexported = case.upstream
+    alone, together = (exact_rule(case._replace(upstream=[x, dexported]))[-2] for x in (0 * do, do))
+    *strided, do = (x.detach().mT.contiguous().mT for x in (*case.inputs, do))
     beta = strided[4].requires_grad_()
     for backend in ("triton", "reference"):
         if backend == "triton" and torch.cuda.is_available():
             continue
-        _, exported = tree_recurrence(backend, *strided, case.chunks, case.chains)
-        (dbeta,) = torch.autograd.grad(exported, beta, case.upstream[1])
-        assert_relative([dbeta], [want[-2]], 5e-6)
+        o, exported = tree_recurrence(backend, *strided, case.chunks, case.chains)
+        got = torch.autograd.grad(exported, beta, dexported, retain_graph=True)
+        got += torch.autograd.grad([o, exported], beta, [do, dexported])
+        assert_relative(got, [alone, together], 5e-6)
 
 
 @torch.fx.experimental._config.patch(use_duck_shape=False)  # in small forests, sizes are equal by chance
