@@ -24,6 +24,7 @@ from tests.support.forests import (
 )
 from titan_tree.components.recurrence import operator
 from titan_tree.components.recurrence.operator import tree_recurrence
+from titan_tree.components.recurrence.rounds import run_rounds
 from titan_tree.errors import UserError
 from titan_tree.tree.chunks import make_chains, make_chunks
 
@@ -227,6 +228,21 @@ def test_a_wrong_number_of_states_is_refused():
     case = recurrence_case(CASES["gateway"])
     with pytest.raises(UserError, match="expected 4 states from a gateway, got 3"):
         tree_recurrence("triton", *case.inputs[:-1], case.inputs[-1][1:], case.chunks, case.chains)
+
+
+def test_a_launch_reads_only_slots_that_earlier_launches_fill():
+    chains = make_chains(make_chunks(forest(ladder(4), [3] * 9), np.empty(0, np.int64), size=4))
+    filled, launches = {-1}, []
+
+    def run(first, end):
+        launches.append((first, end))
+        assert set(chains.source[first:end].tolist()) <= filled
+        for chain in range(first, end):
+            filled.update(chains.slot[chains.first[chain] : chains.end[chain]].tolist())
+
+    run_rounds(run, chains)
+    assert len(launches) > 2
+    assert [first for first, _ in launches] == [0, *(end for _, end in launches[:-1])]
 
 
 @pytest.mark.parametrize("seed", slow_except(range(10), range(30)))
