@@ -11,7 +11,10 @@ from titan_tree.components.recurrence.triton_kernels import kda_backward, kda_fo
 from titan_tree.tree.chunks import make_chains, make_chunks
 
 BUILDS = (128,)
-SOURCES = tuple(f"components/recurrence/triton_kernels/{name}.py" for name in ("kda_forward", "kda_backward"))
+SOURCES = tuple(
+    f"components/recurrence/triton_kernels/{name}.py"
+    for name in ("forward_kernels", "kda_forward", "kda_backward")
+)
 # Bytes of spilled registers. The first kernel has half of the registers, so that two programs run at a time.
 SPILLS = {("_prepare_kernel", True): 384, ("_prepare_kernel", False): 160, ("_input_kernel", None): 96}
 
@@ -33,7 +36,7 @@ def test_kernels_compile_for_hopper():
     """Shared memory suffices, ptxas does not serialize products, and few registers spill."""
     results = compiled_by(__name__, SOURCES, 128)
     kernels = [
-        "_prepare_kernel", "_state_kernel", "_output_kernel", "_prepare_kernel", "_state_gradient_kernel",
+        "_prepare_kernel", "_state_kernel", "output_kernel", "_prepare_kernel", "_state_gradient_kernel",
         "_state_kernel", "_pair_gradient_kernel", "_input_kernel",
     ]  # fmt: skip
     assert [result["kernel"] for result in results] == kernels

@@ -42,6 +42,8 @@ from torch import Tensor
 from titan_tree.components.recurrence.buffers import Saved, precision, sizes
 from titan_tree.components.recurrence.rounds import Run
 from titan_tree.components.recurrence.triton_kernels.forward_kernels import (
+    chain_of,
+    chunk_of,
     decayed,
     inverse_length,
     load_hidden,
@@ -61,13 +63,12 @@ def _query_kernel(
 ):  # fmt: skip
     """dq of one chunk and value head, and the parts of each token's dG that come from P and exp(G) q S."""
     index = tl.program_id(0).to(tl.int64)
-    chunk, head = index // G, index % G
-    start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
+    head, start, size = chunk_of(index, start_ptr, G)
     t, d, column = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
-    is_token = (t < end - start)[:, None]
-    key_base = (start.to(tl.int64) * (G // GROUP) + head // GROUP) * K
+    is_token = (t < size)[:, None]
+    key_base = (start * (G // GROUP) + head // GROUP) * K
     key_tile = t[:, None] * (G // GROUP * K) + d[None, :]
-    value_base = (start.to(tl.int64) * G + head) * V
+    value_base = (start * G + head) * V
     q = tl.load(q_ptr + key_base + key_tile, mask=is_token, other=0.0)
     if DELTA:
         # Computed and not loaded: a loaded vector has another layout, with which the rest of the kernel would
@@ -78,7 +79,7 @@ def _query_kernel(
     k = tl.load(k_ptr + key_base + key_tile, mask=is_token, other=0.0)
     do = tl.load(do_ptr + value_base + (t[:, None] * (G * V) + column[None, :]), mask=is_token, other=0.0)
     total = tl.load(total_ptr + index * C + t)
-    new = load_new(new_ptr, index, start, head, t < end - start, G, V, C, DELTA)
+    new = load_new(new_ptr, index, start, head, t < size, G, V, C, DELTA)
     state = tl.load(state_ptr + index * K * V + (column[:, None] * K + d[None, :]))
     dp = tl.dot(do, new, input_precision=PRECISION) * (scale * length)[None, :]
     dp = decayed(dp, total[:, None], total[None, :], t[:, None] >= t[None, :])
@@ -92,9 +93,7 @@ def _query_kernel(
     if DELTA:
         dq = (dq - q * (q_length * q_dq)[:, None]) * q_length[:, None]
     tile = t[:, None] * (G * K) + d[None, :]
-    tl.store(
-        dq_ptr + (start.to(tl.int64) * G + head) * K + tile, dq.to(dq_ptr.dtype.element_ty), mask=is_token
-    )
+    tl.store(dq_ptr + (start * G + head) * K + tile, dq.to(dq_ptr.dtype.element_ty), mask=is_token)
 
 
 @triton.jit(do_not_specialize=["first_slot"])
@@ -122,11 +121,7 @@ def _state_gradient_kernel(
 
     Without DELTA, X goes to dv [N, G, V].
     """
-    index = tl.program_id(0)
-    V_BLOCKS: tl.constexpr = V // BLOCK_V
-    chain = first_chain + index // (G * V_BLOCKS)
-    head = (index // V_BLOCKS) % G
-    column = (index % V_BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
+    chain, head, column = chain_of(first_chain, G, V, BLOCK_V)
     t, d = tl.arange(0, C), tl.arange(0, K)
     state_tile = column[:, None] * K + d[None, :]
     dstate = tl.zeros([BLOCK_V, K], dtype=tl.float32)
@@ -194,18 +189,17 @@ def _input_kernel(
     hold both layouts at once.
     """
     index = tl.program_id(0).to(tl.int64)
-    chunk, head = index // G, index % G
-    start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
+    head, start, size = chunk_of(index, start_ptr, G)
     t, d, column = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
-    is_token = t < end - start
-    key_base = (start.to(tl.int64) * (G // GROUP) + head // GROUP) * K
+    is_token = t < size
+    key_base = (start * (G // GROUP) + head // GROUP) * K
     key_tile = t[:, None] * (G // GROUP * K) + d[None, :]
-    value_base = (start.to(tl.int64) * G + head) * V
+    value_base = (start * G + head) * V
     value_tile = t[:, None] * (G * V) + column[None, :]
     value_tile_t = t[None, :] * (G * V) + column[:, None]
     state_tile = column[:, None] * K + d[None, :]
     new_tile = column[:, None] * C + t[None, :]
-    head_base = start.to(tl.int64) * G + head
+    head_base = start * G + head
 
     row = index * C + t
     total, last = tl.load(total_ptr + row), tl.load(total_ptr + index * C + C - 1)

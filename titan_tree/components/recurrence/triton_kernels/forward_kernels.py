@@ -20,7 +20,7 @@ The kernels run in this order:
     _inverse_kernel   all chunks at once: T and the row factors
     _scores_kernel    all chunks at once: P and the factors of q
     _state_kernel     chain after chain: S at the start of each chunk, and n
-    _output_kernel    all chunks at once: o
+    output_kernel     all chunks at once: o
 
 A program of ``_state_kernel`` runs one chain of chunks (``tree/chunks.py``) for one head and up to 64 columns
 of V. It is serial, so its loop is pipelined: tiles of later chunks are loaded while a chunk is computed.
@@ -83,6 +83,24 @@ def load_hidden(ptr, RAW: tl.constexpr):
 
 
 @triton.jit
+def chunk_of(index, start_ptr, G: tl.constexpr):
+    """The head of item ``index``, and its chunk's first token and number of tokens."""
+    chunk = index // G
+    start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
+    return index % G, start.to(tl.int64), end - start
+
+
+@triton.jit
+def chain_of(first_chain, G: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr):
+    """The chain, the head and the BLOCK_V columns of V of a program."""
+    index = tl.program_id(0)
+    V_BLOCKS: tl.constexpr = V // BLOCK_V
+    chain = first_chain + index // (G * V_BLOCKS)
+    column = (index % V_BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
+    return chain, (index // V_BLOCKS) % G, column
+
+
+@triton.jit
 def gate_sums(g):
     """Natural logarithms of decays, summed over the tokens [C, ..] of a chunk, in base 2."""
     g = g.to(tl.float32) * LOG2_E
@@ -111,7 +129,7 @@ def load_new(
     if DELTA:
         new = tl.load(ptr + index * C * V + (column * C + t))
     else:
-        base = ptr + (start.to(tl.int64) * G + head) * V
+        base = ptr + (start * G + head) * V
         new = tl.load(base + (t * (G * V) + column), mask=is_token[None, :], other=0.0)
     return new
 
@@ -179,12 +197,11 @@ def _inverse_kernel(
 ):  # fmt: skip
     """T of one chunk and head, and the row factors -e, d and 1 / |k|."""
     index = tl.program_id(0).to(tl.int64)
-    chunk, head = index // G, index % G
-    start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
+    head, start, size = chunk_of(index, start_ptr, G)
     t = tl.arange(0, C)
     key_tile = t[:, None] * (G // GROUP * K) + tl.arange(0, K)[None, :]
-    key_base = (start.to(tl.int64) * (G // GROUP) + head // GROUP) * K
-    k = tl.load(k_ptr + key_base + key_tile, mask=(start + t < end)[:, None], other=0.0)
+    key_base = (start * (G // GROUP) + head // GROUP) * K
+    k = tl.load(k_ptr + key_base + key_tile, mask=(t < size)[:, None], other=0.0)
     row = index * C + t
     total, beta = tl.load(total_ptr + row), tl.load(beta_ptr + row)
     last = tl.load(total_ptr + index * C + C - 1)
@@ -214,11 +231,7 @@ def _state_kernel(
     RAW: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     """S^T at the start of each chunk of one chain, and n^T. LEAVE: also fills slots."""
-    index = tl.program_id(0)
-    V_BLOCKS: tl.constexpr = V // BLOCK_V
-    chain = first_chain + index // (G * V_BLOCKS)
-    head = (index // V_BLOCKS) % G
-    column = (index % V_BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
+    chain, head, column = chain_of(first_chain, G, V, BLOCK_V)
     t, d = tl.arange(0, C), tl.arange(0, K)
     state_tile = column[:, None] * K + d[None, :]
     state = tl.zeros([BLOCK_V, K], dtype=tl.float32)
@@ -277,11 +290,10 @@ def _scores_kernel(
 ):  # fmt: skip
     """s P of one chunk and head. LEAVE: also the factors of its queries, with DELTA."""
     index = tl.program_id(0).to(tl.int64)
-    chunk, head = index // G, index % G
-    start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
+    head, start, size = chunk_of(index, start_ptr, G)
     t, d = tl.arange(0, C), tl.arange(0, K)
-    is_token = t < end - start
-    key_base = (start.to(tl.int64) * (G // GROUP) + head // GROUP) * K
+    is_token = t < size
+    key_base = (start * (G // GROUP) + head // GROUP) * K
     key_tile = t[:, None] * (G // GROUP * K) + d[None, :]
     q = tl.load(q_ptr + key_base + key_tile, mask=is_token[:, None], other=0.0)
     k = tl.load(k_ptr + key_base + key_tile, mask=is_token[:, None], other=0.0)
@@ -299,28 +311,28 @@ def _scores_kernel(
 
 
 @triton.jit
-def _output_kernel(
+def output_kernel(
     q_ptr, state_ptr, new_ptr, p_ptr, query_ptr, o_ptr, start_ptr,
     GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """o of one chunk and head."""
+    """o of one chunk and head. query_ptr: the factors of queries; None: q has them already."""
     index = tl.program_id(0).to(tl.int64)
-    chunk, head = index // G, index % G
-    start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
+    head, start, size = chunk_of(index, start_ptr, G)
     t, d, column = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
-    is_token = (t < end - start)[:, None]
-    key_base = (start.to(tl.int64) * (G // GROUP) + head // GROUP) * K
+    is_token = (t < size)[:, None]
+    key_base = (start * (G // GROUP) + head // GROUP) * K
     key_tile = t[:, None] * (G // GROUP * K) + d[None, :]
     q = tl.load(q_ptr + key_base + key_tile, mask=is_token, other=0.0)
     state = tl.load(state_ptr + index * K * V + (column[:, None] * K + d[None, :]))
-    new = load_new(new_ptr, index, start, head, t < end - start, G, V, C, DELTA)
+    new = load_new(new_ptr, index, start, head, t < size, G, V, C, DELTA)
     p = tl.load(p_ptr + index * C * C + (t[:, None] * C + t[None, :]))
     o = tl.dot(q, tl.trans(state), input_precision=PRECISION)
-    o *= tl.load(query_ptr + index * C + t)[:, None]
+    if query_ptr is not None:
+        o *= tl.load(query_ptr + index * C + t)[:, None]
     o = tl.dot(p, tl.trans(new), o, input_precision=PRECISION)
     tile = t[:, None] * (G * V) + column[None, :]
-    tl.store(o_ptr + (start.to(tl.int64) * G + head) * V + tile, o.to(o_ptr.dtype.element_ty), mask=is_token)
+    tl.store(o_ptr + (start * G + head) * V + tile, o.to(o_ptr.dtype.element_ty), mask=is_token)
 
 
 # 2. Launches.
@@ -414,7 +426,7 @@ def outputs(
     scores = prepare_chunks(q, k, v, g, beta, saved, chunks)
     state, new = empty_states(saved)
     run_rounds(make_states(k, v, state, new, saved, chunks, chains, leave=True), chains)
-    _output_kernel[(len(state) * v.shape[1],)](
+    output_kernel[(len(state) * v.shape[1],)](
         q, state, new if saved.has_delta else v, scores, saved.factors.query, o, chunks.start,
         **sizes(q, v), PRECISION=precision(q), DELTA=saved.has_delta,
     )  # fmt: skip

@@ -44,6 +44,8 @@ from titan_tree.components.recurrence.rounds import Run
 from titan_tree.components.recurrence.triton_kernels.backward_kernels import head_gradient, sum_heads
 from titan_tree.components.recurrence.triton_kernels.forward_kernels import (
     SMALLEST_BETA,
+    chain_of,
+    chunk_of,
     load_hidden,
     stages,
 )
@@ -66,11 +68,7 @@ def _state_gradient_kernel(
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
     """One chain from its end: dS'^T and X^T of each chunk, and the gradient of the state it starts from."""
-    index = tl.program_id(0)
-    V_BLOCKS: tl.constexpr = V // BLOCK_V
-    chain = first_chain + index // (G * V_BLOCKS)
-    head = (index // V_BLOCKS) % G
-    column = (index % V_BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
+    chain, head, column = chain_of(first_chain, G, V, BLOCK_V)
     t, d = tl.arange(0, C), tl.arange(0, K)
     state_tile = column[:, None] * K + d[None, :]
     dstate = tl.zeros([BLOCK_V, K], dtype=tl.float32)
@@ -117,11 +115,9 @@ def _pair_gradient_kernel(
 ):  # fmt: skip
     """dv and dbeta of one chunk and head, dP, and dA without beta; both mirrored at the diagonal."""
     index = tl.program_id(0).to(tl.int64)
-    chunk, head = index // G, index % G
-    start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
+    head, start, size = chunk_of(index, start_ptr, G)
     t, d, column = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
-    is_token = t < end - start
-    token = start.to(tl.int64) * G + head
+    is_token, token = t < size, start * G + head
     value = t[None, :] * (G * V) + column[:, None]
     new_tile = column[:, None] * C + t[None, :]
     pair = t[:, None] * C + t[None, :]
@@ -164,9 +160,7 @@ def _input_kernel(
     # The blocks of a chunk and head are neighbors, so that the tiles that all of them read stay in the cache.
     BLOCKS: tl.constexpr = K // BLOCK_K
     index = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    chunk, head = index // G, index % G
-    start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
-    size, start = end - start, start.to(tl.int64)
+    head, start, size = chunk_of(index, start_ptr, G)
     t, column = tl.arange(0, C), tl.arange(0, V)
     d = tl.program_id(0) % BLOCKS * BLOCK_K + tl.arange(0, BLOCK_K)
     is_token, token = (t < size)[:, None], start * G + head

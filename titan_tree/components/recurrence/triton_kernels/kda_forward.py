@@ -21,7 +21,7 @@ The kernels run in this order:
 
     _prepare_kernel   all chunks at once: G, the keys and queries with their decays, P and T
     _state_kernel     chain after chain: S at the start of each chunk, and n
-    _output_kernel    all chunks at once: o
+    output_kernel     all chunks at once: o
 
 The backward pass keeps T alone. It prepares the rest again, because that takes more memory than the inputs.
 """
@@ -39,9 +39,12 @@ from titan_tree.components.recurrence.buffers import Saved, empty_states, precis
 from titan_tree.components.recurrence.rounds import Run, run_rounds
 from titan_tree.components.recurrence.triton_kernels.forward_kernels import (
     SMALLEST_BETA,
+    chain_of,
+    chunk_of,
     gate_sums,
     inverse_length,
     load_hidden,
+    output_kernel,
     stages,
     unit_inverse,
 )
@@ -95,9 +98,7 @@ def _prepare_kernel(
 ):  # fmt: skip
     """``Prepared`` of one chunk and head. INVERSE: also T."""
     index = tl.program_id(0).to(tl.int64)
-    chunk, head = index // G, index % G
-    start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
-    size, start = end - start, start.to(tl.int64)
+    head, start, size = chunk_of(index, start_ptr, G)
     t = tl.arange(0, C)
     is_token, token = (t < size)[:, None], start * G + head
     q_ptr += (start * (G // GROUP) + head // GROUP) * K
@@ -163,11 +164,7 @@ def _state_kernel(
     RAW: tl.constexpr,
 ):  # fmt: skip
     """S^T at the start of each chunk of one chain, and n^T. LEAVE: also stores states into their slots."""
-    index = tl.program_id(0)
-    V_BLOCKS: tl.constexpr = V // BLOCK_V
-    chain = first_chain + index // (G * V_BLOCKS)
-    head = (index // V_BLOCKS) % G
-    column = (index % V_BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
+    chain, head, column = chain_of(first_chain, G, V, BLOCK_V)
     t, d = tl.arange(0, C), tl.arange(0, K)
     state_tile = column[:, None] * K + d[None, :]
     state = tl.zeros([BLOCK_V, K], dtype=tl.float32)
@@ -201,29 +198,6 @@ def _state_kernel(
             if slot >= 0:
                 tl.store(slots_ptr + (slot.to(tl.int64) * G + head) * K * V + state_tile, state)
         keep = next_keep
-
-
-@triton.jit
-def _output_kernel(
-    query_ptr, state_ptr, new_ptr, p_ptr, o_ptr, start_ptr,
-    GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """o of one chunk and head."""
-    index = tl.program_id(0).to(tl.int64)
-    chunk, head = index // G, index % G
-    start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
-    t, d, column = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
-    is_token = (t < end - start)[:, None]
-    token = start.to(tl.int64) * G + head
-    query = tl.load(query_ptr + token * K + (t[:, None] * (G * K) + d[None, :]), mask=is_token, other=0.0)
-    state = tl.load(state_ptr + index * K * V + (column[:, None] * K + d[None, :]))
-    new = tl.load(new_ptr + index * C * V + (column[:, None] * C + t[None, :]))
-    p = tl.load(p_ptr + index * C * C + (t[:, None] * C + t[None, :]))
-    o = tl.dot(query, tl.trans(state), input_precision=PRECISION)
-    o = tl.dot(p, tl.trans(new), o, input_precision=PRECISION)
-    tile = t[:, None] * (G * V) + column[None, :]
-    tl.store(o_ptr + token * V + tile, o.to(o_ptr.dtype.element_ty), mask=is_token)
 
 
 # 2. Launches.
@@ -285,6 +259,7 @@ def outputs(
     prepared = prepare(q, k, v, g, beta, chunks, saved.inverse)
     state, new = empty_states(saved)
     run_rounds(make_states(prepared, k, v, state, new, saved, chunks, chains, leave=True), chains)
-    _output_kernel[(len(state) * v.shape[1],)](
-        prepared.query, state, new, prepared.scores, o, chunks.start, **sizes(q, v), PRECISION=precision(q)
-    )
+    output_kernel[(len(state) * v.shape[1],)](
+        prepared.query, state, new, prepared.scores, None, o, chunks.start,
+        **sizes(prepared.query, v), PRECISION=precision(q), DELTA=True,
+    )  # fmt: skip
