@@ -22,6 +22,7 @@ chains (runs of chunks).
     reference.py     the rules and the convolution in plain PyTorch, to which everything else is compared
     buffers.py       tensors that one kernel writes and another one reads
     rounds.py        how passes over chains are launched
+    launch.py        the order of all launches
     triton_kernels/  the rules for any GPU
     hopper/          the same, with the most expensive kernels in Gluon for Hopper GPUs
     conv.py          the convolution: plan and operator;  conv_kernels.py: its kernels

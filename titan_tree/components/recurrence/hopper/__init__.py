@@ -2,8 +2,7 @@
 
 The Gluon kernels use TMA, asynchronous tensor core products and specialized warps. ``prepare.py`` prepares
 all chunks at once. ``passes.py`` runs along chains and back, on chunks that ``tiles.py`` fetches.
-``inputs.py`` computes the gradients of q, k, v, g and beta. ``triton_kernels/`` has the order of launches and
-small kernels.
+``inputs.py`` computes the gradients of q, k, v, g and beta. ``../launch.py`` has the order of launches.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from titan_tree.components.recurrence import launch
 from titan_tree.components.recurrence.buffers import empty_saved
 from titan_tree.components.recurrence.hopper.inputs import input_gradients
 from titan_tree.components.recurrence.hopper.passes import outputs, state_gradients, states
 from titan_tree.components.recurrence.hopper.prepare import make_scores
-from titan_tree.components.recurrence.triton_kernels import launch
 from titan_tree.components.rings import is_hopper
 
 __all__ = ["backward", "empty_saved", "forward", "is_automatic", "refusal"]

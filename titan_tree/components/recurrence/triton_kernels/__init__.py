@@ -1,6 +1,6 @@
 """Backend "triton": all rules in plain Triton, for any GPU, in bfloat16 and float32.
 
-Read ``forward_kernels.py``, then ``backward_kernels.py``, then ``launch.py``, which orders the launches.
+Read ``forward_kernels.py``, then ``backward_kernels.py``. ``../launch.py`` has the order of launches.
 ``kda_forward.py`` and ``kda_backward.py`` are the kernels for a decay per channel of the keys.
 Without a GPU, Triton's interpreter runs the kernels if TRITON_INTERPRET=1.
 """
@@ -13,8 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from titan_tree.components.recurrence import launch
 from titan_tree.components.recurrence.buffers import Saved, empty_saved
-from titan_tree.components.recurrence.triton_kernels import kda_backward, kda_forward, launch
+from titan_tree.components.recurrence.triton_kernels import kda_backward, kda_forward
 from titan_tree.components.recurrence.triton_kernels.backward_kernels import input_gradients, state_gradients
 from titan_tree.components.recurrence.triton_kernels.forward_kernels import (
     make_scores,

@@ -22,14 +22,9 @@ Without the delta rule (DELTA is false), X = dn = dv. The terms of A, of beta an
 
 The kernels run in this order:
 
-    _slot_kernel             sums, per slot, the gradients of the chains that start from it
     _state_gradient_kernel   chain after chain, from its end: dS' of each chunk, and X
     _query_kernel            all chunks at once: dq
     _input_kernel            all chunks at once: dk, dv, dg and dbeta
-
-Each chain writes the gradient of the state that it starts from into a buffer of its own. Before the chain
-that filled a slot runs, ``_slot_kernel`` adds up the slot's gradients, in the order of ``Chains.child``. So
-every sum has a fixed order, and the serial loop contains no other loop.
 """
 
 from __future__ import annotations
@@ -94,19 +89,6 @@ def _query_kernel(
         dq = (dq - q * (q_length * q_dq)[:, None]) * q_length[:, None]
     tile = t[:, None] * (G * K) + d[None, :]
     tl.store(dq_ptr + (start * G + head) * K + tile, dq.to(dq_ptr.dtype.element_ty), mask=is_token)
-
-
-@triton.jit(do_not_specialize=["first_slot"])
-def _slot_kernel(
-    start_gradient_ptr, slot_gradient_ptr, first_child_ptr, child_ptr, first_slot, SIZE, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The gradient of one slot: the sum over the chains that start from it."""
-    slot = first_slot + tl.program_id(0).to(tl.int64)
-    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for i in range(tl.load(first_child_ptr + slot), tl.load(first_child_ptr + slot + 1)):
-        total += tl.load(start_gradient_ptr + tl.load(child_ptr + i).to(tl.int64) * SIZE + element)
-    tl.store(slot_gradient_ptr + slot * SIZE + element, total)
 
 
 @triton.jit(do_not_specialize=["first_chain"])
@@ -259,17 +241,6 @@ def _input_kernel(
 
 
 # 2. Launches.
-
-
-def sum_children(start_gradient: Tensor, slot_gradient: Tensor, chains: Chains, first: int, end: int) -> None:
-    """Fills ``slot_gradient`` of slots first .. end - 1: the sum of the gradients of each slot's readers."""
-    if first == end:
-        return
-    _, heads, width, width_k = slot_gradient.shape
-    size, block = heads * width * width_k, min(width * width_k, 2048)
-    _slot_kernel[(end - first, size // block)](
-        start_gradient, slot_gradient, chains.first_child, chains.child, first, size, BLOCK=block
-    )
 
 
 def state_gradients(

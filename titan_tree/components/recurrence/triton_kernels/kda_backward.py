@@ -26,7 +26,6 @@ factors, so terms that cancel in exact arithmetic also cancel here.
 
 The kernels run in this order:
 
-    _slot_kernel             sums, per slot, the gradients of the chains that start from it
     _state_gradient_kernel   chain after chain, from its end: dS' of each chunk, and X
     _pair_gradient_kernel    all chunks at once: dP, dA, dv, dbeta, and q.dq and k.dk
     _input_kernel            all chunks at once: dq, dk and dg

@@ -4,7 +4,10 @@ They differ in ``Passes``. So do the rules with a decay per head and the one wit
 Without the delta rule, n is v and X is dv, so no kernel writes them.
 
 A round (``tree/chunks.py``) is all chains that can run at once. The forward pass runs rounds in order: a
-chain starts from a slot that an earlier round filled. The backward pass runs them in reverse.
+chain starts from a slot that an earlier round filled. The backward pass runs them in reverse. There, each
+chain writes the gradient of the state that it starts from into a buffer of its own. Before the chain that
+filled a slot runs, ``_slot_kernel`` adds up the slot's gradients, in the order of ``Chains.child``. So every
+sum has a fixed order, and the serial loop of a chain contains no other loop.
 """
 
 from __future__ import annotations
@@ -14,11 +17,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from titan_tree.components.recurrence.buffers import Saved, empty_saved, empty_states
 from titan_tree.components.recurrence.rounds import Run, beside, join
-from titan_tree.components.recurrence.triton_kernels.backward_kernels import sum_children
 from titan_tree.errors import UserError
 from titan_tree.tree.chunks import Chains, Chunks
 
@@ -88,10 +92,10 @@ def backward(
     # first.
     with beside(k, priority=-1):
         for (chain, slot, _), (end, slot_end, _) in reversed(list(itertools.pairwise(rounds))):
-            sum_children(start_gradient, slot_gradient, chains, slot, slot_end)
+            _sum_children(start_gradient, slot_gradient, chains, slot, slot_end)
             run(chain, end)
         num_rows = rounds[0][1]
-        sum_children(start_gradient, slot_gradient, chains, 0, num_rows)
+        _sum_children(start_gradient, slot_gradient, chains, 0, num_rows)
     with beside(k):
         recompute(0, rounds[-1][0])
     join(k, priority=-1)
@@ -101,3 +105,27 @@ def backward(
     if states is not None:
         gradients.append(slot_gradient[:num_rows].mT.contiguous().to(states.dtype))
     return gradients
+
+
+def _sum_children(starts: Tensor, slots: Tensor, chains: Chains, first: int, end: int) -> None:
+    """Fills the gradients of slots first .. end - 1 with sums over the chains that start from each slot."""
+    if first == end:
+        return
+    _, heads, width, width_k = slots.shape
+    size, block = heads * width * width_k, min(width * width_k, 2048)
+    _slot_kernel[(end - first, size // block)](
+        starts, slots, chains.first_child, chains.child, first, size, BLOCK=block
+    )
+
+
+@triton.jit(do_not_specialize=["first_slot"])
+def _slot_kernel(
+    start_gradient_ptr, slot_gradient_ptr, first_child_ptr, child_ptr, first_slot, SIZE, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of one slot: the sum over the chains that start from it."""
+    slot = first_slot + tl.program_id(0).to(tl.int64)
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in range(tl.load(first_child_ptr + slot), tl.load(first_child_ptr + slot + 1)):
+        total += tl.load(start_gradient_ptr + tl.load(child_ptr + i).to(tl.int64) * SIZE + element)
+    tl.store(slot_gradient_ptr + slot * SIZE + element, total)
