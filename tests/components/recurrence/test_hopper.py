@@ -80,7 +80,7 @@ def test_emulated_kernels_equal_recurrence(name, rule, monkeypatch):
 def test_a_sibling_changes_nothing(rule, monkeypatch):
     """TMA fetches the second child's tokens with those of the first. Others there change no bit elsewhere."""
     sizes = RecurrenceForest(forest([-1, 0, 0], [20, 17, 9]), [], 0, 64, 1, 2, 64, 64)
-    case = recurrence_case(sizes, torch.float16, hard=False, rule=rule)
+    case = recurrence_case(sizes, torch.bfloat16, hard=False, rule=rule)
     case.upstream[0][37:] = 0  # so that the sibling sends no gradients to the tokens before it
     emulate(monkeypatch)
     want = run_rule(case, "hopper")
@@ -89,6 +89,15 @@ def test_a_sibling_changes_nothing(rule, monkeypatch):
     got = run_rule(case, "hopper")
     assert not torch.equal(got[0], want[0])
     assert all(torch.equal(a[:37], b[:37]) for a, b in zip(got, want, strict=True))
+
+    # Nor do extreme values, as long as products of keys and queries do not overflow. Gradients of the tokens
+    # before the sibling rightly change.
+    q, k, v, g = case.inputs[:4]
+    for x, extreme in ((q, 1e18), (k, 1e18), (v, 1e30), (g, -torch.inf), (case.upstream[0], 1e30)):
+        x.data[37:] = extreme
+    got = run_rule(case, "hopper")
+    assert torch.equal(got[0][:37], want[0][:37])
+    assert all(torch.equal(a[20:37], b[20:37]) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.gpu

@@ -11,7 +11,9 @@ backward pass the same kernel runs a second time and writes them instead of the 
 
 TMA always fetches 64 tokens from a chunk's start, so a short chunk also gets tokens of other chunks. They
 contribute nothing, because T, P and the factor of q are zero there. Without the delta rule, the factor d is
-zero there, too. A zero does not hide NaN and infinity: these spread to the chunk.
+zero there, too. But zero times NaN or infinity is NaN. So NaN or infinity in k or v spreads to the whole
+chunk, and so does one in q or do in the backward pass. It also arises where the product of two such keys
+overflows, in ``prepare.py``.
 
 The kernels are long because each loop interleaves copies, products and waits by hand.
 """
