@@ -2,10 +2,12 @@
 
 import random
 
+import pytest
 import torch
 
 from tests.rl.test_sampling import tiny_model
 from titan_tree import tree_logprobs
+from titan_tree.rl import cached_sampler
 from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.context_cache import product
 
@@ -45,6 +47,36 @@ def test_up_to_16_rows_share_the_keys_of_their_context() -> None:
     assert cache.turn.shape == (config.num_hidden_layers, 2, 73, sizes[0], 32, sizes[1])
     small = cache.select(torch.tensor([i for i, context in enumerate(contexts) if len(context) in (21, 80)]))
     assert (small.context.shape[2], small.turn.shape[2], small.bundles.rows.shape) == (2, 3, (2, 2))
+
+
+@pytest.mark.parametrize("limit", [1000, 40])
+def test_tokens_that_contexts_share_are_read_once(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass reads a tree of at most ``limit`` tokens. Keys and values are those of each context alone."""
+    monkeypatch.setattr(cached_sampler, "CPU_READ", limit)
+    sampler, draw, passes = CachedSampler(tiny_model()), random.Random(0), []
+    prompt, question, answer = ([i, *draw.choices(range(256), k=n)] for i, n in enumerate((19, 8, 30)))
+    contexts = [prompt, prompt[:1], answer * 2]
+    contexts += [prompt + question, prompt + answer, prompt + answer + question]
+    contexts = draw.sample(contexts * 18, 108)  # each needs two bundles
+    run = sampler._run
+
+    def counted(tokens: torch.Tensor, *others: object) -> torch.Tensor:
+        passes.append(tokens.shape)
+        return run(tokens, *others)
+
+    monkeypatch.setattr(sampler, "_run", counted)
+    with torch.no_grad():
+        cache = sampler._read(contexts, turn=1)
+        sizes = [size for _, size in passes]
+        assert {rows for rows, _ in passes} == {1}
+        if limit == 1000:
+            prefixes = {tuple(context[: i + 1]) for context in contexts for i in range(len(context))}
+            assert sizes == [len(prefixes)]
+        else:  # the first three contexts that begin with the prompt, and each of the longer ones
+            assert sizes == [29, 51, 60, 62]
+        for bundle, length, context in zip(cache.bundles.bundle, cache.length, contexts, strict=True):
+            alone = sampler._read([context], turn=1).context[:, :, 0, :, :length]
+            torch.testing.assert_close(cache.context[:, :, bundle, :, :length], alone, atol=1e-5, rtol=0)
 
 
 def test_logprobs_in_bf16_are_as_exact_as_the_trainers() -> None:

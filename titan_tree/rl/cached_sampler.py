@@ -27,9 +27,14 @@ from titan_tree.models.tree_model import TreeModel
 from titan_tree.rl.context_cache import Bundles, ContextCache
 from titan_tree.rl.sampler import Completion, at_temperature, draw, longest_row, uniforms
 from titan_tree.rl.truncation import ALL_IDS, KeptIds, Truncation
+from titan_tree.tree.layout import TreeLayout
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree, common_prefix, lexicographic_order
 
 SHRINK = 0.8  # on a CPU, finished rows are dropped once at most this share of the batch is unfinished
 SLOTS = 256  # a step reads up to this many empty slots of a turn; a smaller number needs more CUDA graphs
+READ = 32_768  # distinct tokens of contexts that one pass reads
+CPU_READ = 1024  # fewer on a CPU, where attention has a dense mask
 CACHE_SHARE = 0.4  # share of the GPU's memory that a cache may take
 # Takes a layer's index, queries [B, S, H, D], and keys and values [B, S, K, D]. Returns [B, S, H, D].
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -39,9 +44,9 @@ Step = Callable[[Tensor, Tensor], Tensor]  # takes tokens [B] and a slot [1], re
 class CachedSampler:
     """Samples all contexts as one batch, a token at a time, with a cache of keys and values.
 
-    On a GPU, several batches share its memory one after the other. Equal contexts of a batch are computed
-    once. Their keys and values are stored, and read for each new token, once for up to 16 rows, as in
-    Hydragen (arXiv:2402.05099). Log-probs are those of ``tree_logprobs`` up to rounding.
+    On a GPU, several batches share its memory one after the other. The contexts of a batch are computed as
+    token trees. Keys and values of equal contexts are stored, and read for each new token, once for up to 16
+    rows, as in Hydragen (arXiv:2402.05099). Log-probs are those of ``tree_logprobs`` up to rounding.
 
     Args:
         model: a dense decoder of titan_tree. The sampler uses its current weights, which must not be sharded
@@ -149,30 +154,46 @@ class CachedSampler:
     def _read(self, contexts: Sequence[Sequence[int]], turn: int) -> ContextCache:
         """Returns a cache with all but the last token of each context, and room for ``turn`` tokens.
 
-        Contexts are padded on the right. Decoding does not see the keys of the padding.
+        Contexts are read as token trees, so tokens that they share are computed once. The cache also has the
+        last token of a context, and padding, which decoding does not see there.
         """
         config, weight = self.model.config, self.model.embed_tokens.weight
         distinct: dict[tuple[int, ...], int] = {}
         index = [distinct.setdefault(tuple(context), len(distinct)) for context in contexts]
-        bundles, context_of_bundle = Bundles.of(index, weight.device)
-        size = aligned(max(map(len, contexts)))
+        bundles, _ = Bundles.of(index, weight.device)
+        paths = [TokenPath(contexts[row]) for row in bundles.rows[:, 0].tolist()]
 
         def empty(rows: int, size: int) -> Tensor:
-            shape = (config.num_hidden_layers, 2, rows, config.num_key_value_heads, size, config.head_dim)
-            return weight.new_zeros(shape)
+            sizes = rows, config.num_key_value_heads, aligned(size), config.head_dim
+            return weight.new_zeros(config.num_hidden_layers, 2, *sizes)
 
-        shared, turns = empty(len(context_of_bundle), size), empty(len(contexts), aligned(turn))
+        shared, turns = empty(len(paths), max(map(len, contexts))), empty(len(contexts), turn)
+        for numbers in in_trees(paths, CPU_READ if self._device.type == "cpu" else READ):
+            self._read_tree(TokenTree.from_paths([paths[i] for i in numbers]), numbers, shared)
         length = self._tensor([len(context) - 1 for context in contexts])
+        return ContextCache(shared, turns, length, bundles)
+
+    def _read_tree(self, tree: TokenTree, numbers: Sequence[int], shared: Tensor) -> None:
+        """Reads a tree once, and writes the keys and values of path i to row ``numbers[i]`` of ``shared``.
+
+        Args:
+            shared: [L, 2, U, K, P, D], see ``ContextCache.context``.
+        """
+        of_bundle = np.repeat(numbers, np.diff(tree.path_offsets))
+        arrays = tree.tokens, tree.positions, tree.subtree_end, tree.path_index, of_bundle
+        tokens, positions, subtree_end, source, bundle = (
+            torch.from_numpy(array).to(shared.device) for array in arrays
+        )
+        index = torch.arange(len(tree), dtype=torch.int32, device=shared.device)
+        layout = self.model.prepare(TreeLayout(positions=positions, subtree_end=subtree_end, key_index=index))
+        position = positions[source]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            shared[layer, 0], shared[layer, 1] = k[context_of_bundle], v[context_of_bundle]
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+            shared[layer, 0, bundle, :, position] = k[0, source]
+            shared[layer, 1, bundle, :, position] = v[0, source]
+            return self.model.attention(q[0], k[0], v[0], layout)[None]
 
-        padding = [0] * size
-        tokens = self._tensor([[*context[:-1], *padding][:size] for context in distinct])
-        self._run(tokens, torch.arange(size, device=tokens.device).expand_as(tokens), attend)
-        return ContextCache(shared, turns, length, bundles)
+        self._run(tokens[None], positions[None], attend)
 
     def _extend(self, tokens: Tensor, slot: Tensor, cache: ContextCache) -> Tensor:
         """Reads one token per row, and writes its keys and values to a slot of the turn.
@@ -262,6 +283,23 @@ class Graphs:
             return result
 
         return replay
+
+
+def in_trees(paths: Sequence[TokenPath], limit: int) -> list[list[int]]:
+    """Returns groups of numbers of paths. The tree of a group has at most ``limit`` tokens, or one path.
+
+    Paths that begin alike come to the same group, as far as the limit allows.
+    """
+    groups: list[list[int]] = []
+    tokens, size, previous = [path.tokens for path in paths], limit, np.empty(0, np.int32)
+    for i in lexicographic_order(tokens):
+        new = len(tokens[i]) - common_prefix(previous, tokens[i])
+        if new and size + new > limit:
+            groups.append([])
+            size, new = 0, len(tokens[i])
+        groups[-1].append(i)
+        size, previous = size + new, tokens[i]
+    return groups
 
 
 def aligned(size: int) -> int:
