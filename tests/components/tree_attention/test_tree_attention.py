@@ -310,9 +310,11 @@ def test_operator_keeps_its_contract():
     layout = TreeAttention("triton").prepare(make_layout(SMALL["chain of 5"]))
     q, k, v, _ = random_qkv(5, 5, (2, 1), 16)
     metadata = [layout.subtree_end, layout.key_index, *layout.attention_plan[None]]
-    sinks = torch.zeros(2, requires_grad=True)
-    options = sinks, metadata, "triton", 0.25, 2.0, False
-    torch.library.opcheck(operator.tree_attention, (q, k, v[..., :8], None, None, *options))
+    options = metadata, "triton", 0.25, 2.0, False
+    inputs = *(x.detach() for x in (q, k, v[..., :8])), None, torch.zeros(2), None, *options
+    torch.library.opcheck(operator.tree_attention, inputs)
+    outputs = operator.tree_attention(*inputs)
+    torch.library.opcheck(operator.tree_attention_backward, (outputs[0], *outputs, *inputs))
 
 
 def small_qkv(dim=16, dtype=torch.float32, m=5):

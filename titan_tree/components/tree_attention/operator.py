@@ -11,7 +11,7 @@ saves its own k and v only: keys and values of its ancestors are gathered a seco
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -158,15 +158,46 @@ def attention(
         raise UserError(
             "TreeAttention: the layout was prepared for another backend or has changed; prepare it again"
         )
-    metadata = [layout.subtree_end, layout.key_index, *plan]
     source = None if context is None else layout.key_source
-    options = scoring.sinks, metadata, backend, scale, scoring.softcap, deterministic
-    return tree_attention(q, k, v, context, source, *options)[0]
+    tensors = q, k, v, context, scoring.sinks, source, layout.subtree_end, layout.key_index, *plan
+    return _TreeAttention.apply((backend, scale, scoring.softcap, deterministic), *tensors)
 
 
-@torch.library.custom_op("titan_tree::tree_attention", mutates_args=())
+class _TreeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, options: tuple[Any, ...], *tensors: Tensor | None) -> Tensor:
+        o, lse = tree_attention(*tensors[:6], tensors[6:], *options)
+        ctx.options = options
+        ctx.save_for_backward(o, lse, *tensors)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        # Read saved_tensors once: with activation checkpointing, every access recomputes the forward pass.
+        o, lse, *tensors = ctx.saved_tensors
+        gradients = iter(tree_attention_backward(do, o, lse, *tensors[:6], tensors[6:], *ctx.options))
+        of_inputs = [None if x is None else next(gradients) for x in tensors[:5]]
+        return None, *of_inputs, *[None] * len(tensors[5:])
+
+
+_LIBRARY = torch.library.Library("titan_tree", "FRAGMENT")
+
+
+def _operator(function: Callable[..., Any]) -> Any:
+    """Registers a function as the operator titan_tree::NAME and returns the operator.
+
+    ``torch.library.custom_op`` costs the host more: it looks for aliases and unpacks all tensors once more in
+    every call. Its autograd takes several times as long as ``_TreeAttention``.
+    """
+    name = function.__name__
+    _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    return getattr(torch.ops.titan_tree, name).default
+
+
+@_operator
 def tree_attention(
-    q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, source: Tensor | None, sinks: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, sinks: Tensor | None, source: Tensor | None,
     metadata: Sequence[Tensor], backend: str, scale: float, softcap: float | None, deterministic: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns o [N, H, Dv] and lse, see ``plan.empty_lse``. metadata: subtree_end, key_index and the plan."""
@@ -179,10 +210,10 @@ def tree_attention(
         return _kernels(backend).forward(q, k, v, end, column, *options)
 
 
-@torch.library.custom_op("titan_tree::tree_attention_backward", mutates_args=())
+@_operator
 def tree_attention_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, source: Tensor | None,
-    sinks: Tensor | None, o: Tensor, lse: Tensor, metadata: Sequence[Tensor], backend: str, scale: float,
+    do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Tensor | None,
+    sinks: Tensor | None, source: Tensor | None, metadata: Sequence[Tensor], backend: str, scale: float,
     softcap: float | None, deterministic: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Returns the gradients of q, k, v and of context and sinks, if given, in the dtypes of these."""
@@ -210,37 +241,14 @@ def _for_tma(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % 16 else x
 
 
-@tree_attention.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, source: Tensor | None, sinks: Tensor | None,
-    metadata: Sequence[Tensor], backend: str, scale: float, softcap: float | None, deterministic: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+@torch.library.register_fake("titan_tree::tree_attention")
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:2], v.shape[2]), empty_lse(q)
 
 
-@tree_attention_backward.register_fake
+@torch.library.register_fake("titan_tree::tree_attention_backward")
 def _(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, source: Tensor | None,
-    sinks: Tensor | None, o: Tensor, lse: Tensor, metadata: Sequence[Tensor], backend: str, scale: float,
-    softcap: float | None, deterministic: bool,
+    do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Tensor | None,
+    sinks: Tensor | None, *_: Any,
 ) -> list[Tensor]:  # fmt: skip
     return [x.new_empty(x.shape) for x in (q, k, v, context, sinks) if x is not None]
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, metadata, ctx.options = inputs[:6], inputs[6], inputs[7:]
-    _, lse = output
-    ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(*tensors, *output, *metadata)
-
-
-def _autograd(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | list[None] | None, ...]:
-    # Read saved_tensors once: with activation checkpointing, every access recomputes the forward pass.
-    q, k, v, context, source, sinks, o, lse, *metadata = ctx.saved_tensors
-    inputs = q, k, v, context, source, sinks, o, lse, metadata
-    gradients = iter(tree_attention_backward(do, *inputs, *ctx.options))
-    dq, dk, dv, dcontext, dsinks = (None if x is None else next(gradients) for x in (q, k, v, context, sinks))
-    return dq, dk, dv, dcontext, None, dsinks, [None] * len(metadata), *[None] * len(ctx.options)
-
-
-tree_attention.register_autograd(_autograd, setup_context=_setup_context)
