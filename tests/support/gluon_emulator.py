@@ -205,7 +205,8 @@ class Descriptor:
     """A tensor descriptor: TMA moves tiles of the tensor."""
 
     def __init__(self, host: TensorDescriptor) -> None:
-        self.tensor, self.layout, self.dtype = host.base.detach(), host.layout, host.base.dtype
+        self.tensor = host.base.detach().view(host.shape)
+        self.layout, self.dtype = host.layout, host.base.dtype
         self.block_shape = list(host.block_shape)
         nbytes = math.prod(host.block_shape) * self.dtype.itemsize
         self.block_type = SimpleNamespace(shape=self.block_shape, nbytes=nbytes)

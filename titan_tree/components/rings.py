@@ -77,11 +77,15 @@ def opaque_zero(i):
 
 
 def matrix(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Returns a TMA descriptor of x [N, H, D] as a matrix [N, H * D], moved in tiles of rows x columns.
+    """Returns a TMA descriptor of contiguous x [N, H, D] as a matrix [N, H * D], in tiles of rows x columns.
 
     Rows past N read as zero and are not written.
     """
-    return TensorDescriptor.from_tensor(x.flatten(1), [rows, columns], _tile_layout(rows, columns, x.dtype))
+    assert x.is_contiguous()
+    n, heads, dim = x.shape
+    width = heads * dim
+    layout = _tile_layout(rows, columns, x.dtype)
+    return TensorDescriptor(x, [n, width], [width, 1], [rows, columns], layout)
 
 
 @functools.cache  # making one takes the host as long as a launch

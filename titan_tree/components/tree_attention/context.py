@@ -76,12 +76,11 @@ def _move(
 ) -> None:
     size = k.shape[1] * k.shape[2]
     grid = (len(source),)
-    block = triton.next_power_of_2(size)
-    with torch.cuda.device_of(k):
-        _move_kernel[grid](
-            source, context, own_k, own_v, k, v,
-            num_context=len(context), SIZE=size, BLOCK=block, TO_COLUMNS=to_columns,
-        )  # fmt: skip
+    block = 1 << (size - 1).bit_length()  # the next power of two
+    _move_kernel[grid](
+        source, context, own_k, own_v, k, v,
+        num_context=len(context), SIZE=size, BLOCK=block, TO_COLUMNS=to_columns,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -101,7 +101,7 @@ def _shared_memory(device: int) -> int:
 
 def _padded(dim: int) -> int:
     """Returns a head dim rounded up to what the tensor cores' tiles can have."""
-    return max(triton.next_power_of_2(dim), 16)
+    return max(1 << (dim - 1).bit_length(), 16)
 
 
 def _cap(scoring: Scoring) -> float | None:
@@ -136,7 +136,7 @@ def _rows(x: Tensor, block: int) -> TensorDescriptor:
     """
     n, heads, dim = x.shape
     if _padded(dim) == dim and x.is_contiguous():
-        return TensorDescriptor.from_tensor(x.flatten(1), [block, dim])
+        return TensorDescriptor(x, [n, heads * dim], [heads * dim, 1], [block, dim])
     return TensorDescriptor(x, [heads, n, dim], [x.stride(1), x.stride(0), 1], [1, block, _padded(dim)])
 
 
