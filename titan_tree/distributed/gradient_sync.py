@@ -178,11 +178,13 @@ def _copy(weight: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     def add_gradient(copy: Tensor) -> None:
         gradient, copy.grad = copy.grad, None  # first: without memory for the rest, the copy still stays
         assert gradient is not None
-        if weight.grad is None:
+        total = weight.grad  # reading and assigning it takes the host longer than the rest of this function
+        if total is None:
             weight.grad = gradient.to(weight.grad_dtype or gradient.dtype)
-        else:
-            weight.grad = weight.grad.to(weight.dtype)
-            weight.grad += gradient
+            return
+        if total.dtype != weight.dtype:
+            total = weight.grad = total.to(weight.dtype)
+        total += gradient
 
     with torch.inference_mode(False):  # a later step trains with a copy that validation has made
         copy = nn.Parameter(torch.empty_like(weight, dtype=dtype), weight.requires_grad)
