@@ -234,11 +234,12 @@ def stale_keys(patch):
 
 
 def lost_gradients(patch):
-    patch.setattr(
-        GatewayCache,
-        "gradient",
-        lambda cache, batch, i: torch.zeros_like(cache.rows[i][cache._written(batch, i)]),
-    )
+    made = GatewayCache.export_gradients
+
+    def zeros(cache, batch):
+        return [torch.zeros_like(gradient) for gradient in made(cache, batch)]
+
+    patch.setattr(GatewayCache, "export_gradients", zeros)
 
 
 LORA = {"lora__rank": 2}

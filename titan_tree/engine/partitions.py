@@ -25,6 +25,7 @@ from titan_tree.components.tree_attention.context import add_gradient
 from titan_tree.engine.activations import Activations
 from titan_tree.models.tree_model import ModelOutput, TreeModel
 from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.gateway import CacheRows
 
 
 class GatewayCache:
@@ -40,7 +41,8 @@ class GatewayCache:
 
     def __init__(self, streams: Sequence[str], batches: Sequence[TreeBatch]) -> None:
         self.streams = streams
-        self._num_rows = [max(self._written(batch, i).stop for batch in batches) for i in range(len(streams))]
+        stops = [[written.stop for written in self._written(batch)] for batch in batches]
+        self._num_rows = list(map(max, zip(*stops, strict=True)))
         self.rows: list[Tensor] = []  # empty until the first partition writes
         self.gradients: list[Tensor] = []  # gradients of ``rows``, summed over all readers in fp32 or wider
 
@@ -53,10 +55,11 @@ class GatewayCache:
                 self.gradients = [
                     torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in self.rows
                 ]
-        for i, (rows, exported) in enumerate(zip(self.rows, exports, strict=True)):
-            rows[self._written(batch, i)] = exported.detach()
-        for i, gradients in enumerate(self.gradients):
-            gradients[self._written(batch, i)] = 0
+        written = self._written(batch)
+        rows = [rows[part] for rows, part in zip(self.rows, written, strict=True)]
+        torch._foreach_copy_(rows, [exported.detach() for exported in exports])
+        if self.gradients:
+            torch._foreach_zero_([x[part] for x, part in zip(self.gradients, written, strict=True)])
 
     def read(self, batch: TreeBatch) -> list[Tensor] | None:
         """Returns the rows that the ancestors of a partition wrote, as leaves that share the cache's memory.
@@ -77,14 +80,16 @@ class GatewayCache:
                 )
         return leaves
 
-    def gradient(self, batch: TreeBatch, i: int) -> Tensor:
-        """Returns the gradient of a partition's i-th export, in the dtype of the export."""
-        return self.gradients[i][self._written(batch, i)].to(self.rows[i].dtype)
+    def export_gradients(self, batch: TreeBatch) -> list[Tensor]:
+        """Returns the gradients of a partition's exports, in the dtypes of the exports."""
+        parts = zip(self.rows, self.gradients, self._written(batch), strict=True)
+        return [gradients[part].to(rows.dtype) for rows, gradients, part in parts]
 
-    def _written(self, batch: TreeBatch, i: int) -> slice:
-        """Returns the rows that the partition writes in the i-th tensor of the cache."""
-        start, length = (getattr(rows, self.streams[i]) for rows in (batch.cache_offset, batch.cache_writes))
-        return slice(start, start + length)
+    def _written(self, batch: TreeBatch) -> list[slice]:
+        """Returns the rows that the partition writes in each tensor of the cache."""
+        spans = zip(CacheRows._fields, batch.cache_offset, batch.cache_writes, strict=True)
+        of_stream = {stream: slice(start, start + length) for stream, start, length in spans}
+        return [of_stream[stream] for stream in self.streams]
 
 
 def _move_gradient(total: Tensor, leaf: Tensor) -> None:
@@ -216,8 +221,10 @@ class _Runner:
         if not partition.keeps_activations:
             self._forward_and_loss(partition, compute_loss, is_suspended=False)
             self.recomputed_tokens += len(partition.batch)
-        exports = [(edge, self.cache.gradient(partition.batch, i)) for edge, i in partition.export_edges]
-        starts = partition.loss_edges + exports
+        starts = partition.loss_edges
+        if partition.export_edges:
+            gradients = self.cache.export_gradients(partition.batch)
+            starts = starts + [(edge, gradients[i]) for edge, i in partition.export_edges]
         if before_backward is not None:
             before_backward()
         if starts:
