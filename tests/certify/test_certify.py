@@ -414,8 +414,8 @@ def test_without_transformers_the_reference_is_our_model_path_by_path(tmp_path, 
 @pytest.mark.parametrize(
     "family",
     [
-        *("gemma2", "gpt_oss", "deepseek_v3", "kimi_linear", "lfm2", "nemotron_h", "olmo_hybrid"),
-        *("qwen3_next", "qwen3_5_text"),
+        *("bailing_hybrid", "gemma2", "gpt_oss", "deepseek_v3", "kimi_linear", "lfm2", "lfm3", "nemotron_h"),
+        *("olmo_hybrid", "qwen3_next", "qwen3_5_text"),
     ],
 )
 def test_snapshots_pass_with_layers_of_either_library(family, dtype, tmp_path):

@@ -40,6 +40,7 @@ def run(model: InPlaceModel, max_tokens: int | None) -> torch.Tensor:
         ("deepseek_v3", False),
         ("gemma2", True),
         ("granite", False),
+        pytest.param("bailing_hybrid", True, marks=pytest.mark.slow),
         pytest.param("nemotron_h", True, marks=pytest.mark.slow),
     ],
 )

@@ -53,10 +53,23 @@ HYBRID = {  # a layer of Gated DeltaNet, and one with gated attention
     "shared_expert_intermediate_size": 16,
     "tie_word_embeddings": False,
 }
+GRANITE = {
+    "logits_scaling": 2.0,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.3,
+}
 SHORT_CONV = {"layer_types": ["conv", "full_attention"], "tie_word_embeddings": False}
 NO_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
 # What differs from SIZES.
 FAMILIES: dict[str, dict[str, object]] = {
+    "bailing_hybrid": {
+        **LATENT,
+        "head_dim": 16,  # of KDA
+        "num_local_experts": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+        "kda_lower_bound": -2.0,
+    },
     "cohere2": LOCAL,
     "deepseek_v3": LATENT,
     "ernie4_5": {},
@@ -79,19 +92,25 @@ FAMILIES: dict[str, dict[str, object]] = {
     "glm4_moe_lite": LATENT,
     "gpt_oss": {**LOCAL, **LOCAL_EXPERTS},
     "granite": {"logits_scaling": 2.0, "embedding_multiplier": 3.0},
+    "granitemoe": {**LOCAL_EXPERTS, **GRANITE},
+    "granitemoe_swa": {
+        **LOCAL_EXPERTS,
+        **GRANITE,
+        **LOCAL,
+        "shared_intermediate_size": 24,
+        "layer_rope_theta": [1e4, 0],  # none in the second layer
+    },
     "granitemoehybrid": {
         **LOCAL_EXPERTS,
+        **GRANITE,
         "layer_types": ["linear_attention", "full_attention"],
         "mamba_n_heads": 8,
         "mamba_n_groups": 2,
         "mamba_d_state": 16,
         "mamba_chunk_size": 8,
         "shared_intermediate_size": 24,
-        "logits_scaling": 2.0,
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.7,
-        "attention_multiplier": 0.3,
     },
+    "granitemoeshared": {**LOCAL_EXPERTS, **GRANITE, "shared_intermediate_size": 24},
     "hunyuan_v1_dense": {},
     "kimi_linear": {
         **LATENT,
@@ -114,6 +133,12 @@ FAMILIES: dict[str, dict[str, object]] = {
     },
     "lfm2": SHORT_CONV,
     "lfm2_moe": {**QWEN_EXPERTS, **SHORT_CONV, "num_dense_layers": 1},
+    "lfm3": {
+        **LOCAL,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "sliding_attention", "full_attention"],
+        "tie_word_embeddings": False,
+    },
     "minimax_m2": {**LOCAL_EXPERTS, "sliding_window": None},
     "ministral3": {"sliding_window": 6},
     "mistral": {"sliding_window": 6},

@@ -22,7 +22,7 @@ from titan_tree.models.weights import CHECKPOINTED, ElementDraws, WeightShards, 
 ROUTERS = ("gate", "shared_expert_gate")  # linears that choose or weigh experts
 EXPERTS = ("gate_up_proj", "down_proj")  # weights of routed experts
 # Gates of Gated DeltaNet and KDA, which 4 bits would blur.
-DECAYS = ("in_proj_a", "in_proj_b", "in_proj_ba", "a_proj", "b_proj", "f_a_proj", "f_b_proj")
+DECAYS = ("in_proj_a", "in_proj_b", "in_proj_ba", "a_proj", "b_proj", "f_proj", "f_a_proj", "f_b_proj")
 NOT_IN_PEFT = {"transformers/nemotron_h": ("out_proj",)}  # linears that PEFT adapts in no model of a family
 
 

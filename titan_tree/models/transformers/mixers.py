@@ -5,9 +5,9 @@ transformers, both know sequences only. ``on_trees`` gives a mixer another forwa
 projections, weights and norms, and computes convolution and recurrence along each path:
 
     Gated DeltaNet     Qwen3.5, Qwen3-Next, OLMo-Hybrid (arXiv:2412.06464)
-    KDA                Kimi-Linear (arXiv:2510.26692)
+    KDA                Kimi-Linear (arXiv:2510.26692), Ling 3.0
     Mamba-2            Granite-4-H, Nemotron-H (arXiv:2405.21060)
-    short convolution  LFM2 (arXiv:2511.23404)
+    short convolution  LFM2 (arXiv:2511.23404), LFM3
 
 N tokens, d hidden size, C channels of the convolution and W its width, H key heads, G value heads, K and V
 dims of a key and a value head.
@@ -152,10 +152,11 @@ def _run_kda(mixer: Any, x: Tensor, tree: TreeInputs, rows: Rows) -> tuple[Tenso
     qkv, tails = _convolve(mixer, qkv, tree, rows)
     heads = mixer.num_heads, mixer.head_dim
     q, k, v = (part.unflatten(-1, heads) for part in qkv.chunk(3, -1))
-    g, beta = mixer.forget_gate(x[None])[0], mixer.b_proj(x).sigmoid()
-    out, states = _recur(tree, rows, q, k, v, g, beta)
-    gate = mixer.g_b_proj(mixer.g_a_proj(x)).unflatten(-1, heads)
-    return mixer.o_proj(mixer.o_norm(out, gate).flatten(1)), [*states, *tails]
+    g = mixer.forget_gate(x[None])[0].to(at_least_fp32(x))  # Ling 3.0 rounds it to x's dtype
+    out, states = _recur(tree, rows, q, k, v, g, mixer.b_proj(x).sigmoid())
+    # Ling 3.0 has one projection, Kimi-Linear the product of two.
+    gate = mixer.g_proj(x) if hasattr(mixer, "g_proj") else mixer.g_b_proj(mixer.g_a_proj(x))
+    return mixer.o_proj(mixer.o_norm(out, gate.unflatten(-1, heads)).flatten(1)), [*states, *tails]
 
 
 def _run_mamba2(mixer: Any, x: Tensor, tree: TreeInputs, rows: Rows) -> tuple[Tensor, Rows]:

@@ -15,6 +15,7 @@ from titan_tree.errors import UserError
 
 SUPPORTED = frozenset(
     {
+        "bailing_hybrid",
         "cohere2",
         "deepseek_v3",
         "ernie4_5",
@@ -27,11 +28,15 @@ SUPPORTED = frozenset(
         "glm4_moe_lite",
         "gpt_oss",
         "granite",
+        "granitemoe",
+        "granitemoe_swa",
         "granitemoehybrid",
+        "granitemoeshared",
         "hunyuan_v1_dense",
         "kimi_linear",
         "lfm2",
         "lfm2_moe",
+        "lfm3",
         "llama",
         "minimax_m2",
         "ministral3",
@@ -58,19 +63,23 @@ STATE_SPACE = "its recurrent layers would carry the state of one branch into the
 INDEXER = "its sparse attention chooses keys without regard to branches"
 ALIBI = "its attention biases do not depend on the depth in the tree"
 CHUNKS = "its attention works in chunks of a sequence"
+PARALLEL = "each of its layers has both attention and a recurrence"
+TUPLES = "its layers return tuples instead of hidden states"
 REASONS = {
-    "bamba": STATE_SPACE,
+    "bamba": TUPLES,
     "bloom": ALIBI,
     "deepseek_v32": INDEXER,
     "deepseek_v4": INDEXER,
-    "falcon_h1": STATE_SPACE,
+    "falcon_h1": PARALLEL,
     "falcon_mamba": STATE_SPACE,
+    "glm5_next_text": INDEXER,
     "glm_moe_dsa": INDEXER,
     "jamba": STATE_SPACE,
     "llama4_text": CHUNKS,
     "mamba": STATE_SPACE,
     "mamba2": STATE_SPACE,
     "mpt": ALIBI,
+    "qwen4_exp_text": INDEXER,
     "recurrent_gemma": STATE_SPACE,
     "rwkv": STATE_SPACE,
     "zamba": STATE_SPACE,
@@ -81,10 +90,12 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 # that names the activation of their convolutions; None: these have none.
 LINEAR = {"linear_attention"}
 RECURRENT: dict[str, tuple[set[str], str | None]] = {
+    "bailing_hybrid": (LINEAR, "hidden_act"),
     "granitemoehybrid": (LINEAR, "hidden_act"),
     "kimi_linear": (LINEAR, "hidden_act"),
     "lfm2": ({"conv"}, None),
     "lfm2_moe": ({"conv"}, None),
+    "lfm3": ({"conv"}, None),
     "nemotron_h": (LINEAR | {"mlp", "moe"}, "mamba_hidden_act"),
     "olmo_hybrid": (LINEAR, "hidden_act"),
     "qwen3_5_moe_text": (LINEAR, "hidden_act"),
@@ -93,7 +104,7 @@ RECURRENT: dict[str, tuple[set[str], str | None]] = {
 }
 RANDOM = ("dropout", "pdrop", "jitter")  # parts of the names of options that draw random numbers
 # How logits follow from hidden states and the output projection. Other architectures ignore these fields.
-LOGIT_DIVISOR = {"granite", "granitemoehybrid"}
+LOGIT_DIVISOR = {"granite", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"}
 LOGIT_CAP = {"gemma2", "gemma3_text", "gemma4_text"}
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # frequencies depend on the longest position
 
