@@ -54,6 +54,21 @@ def test_chat_messages_are_converted(tmp_path, message, converted):
     assert record == {"messages": [ASK, converted], "temperature": 0.5}
 
 
+@pytest.mark.parametrize(("temperature", "kept"), [(0, {}), (0.0, {}), (0.5, {"temperature": 0.5})])
+def test_greedy_answers_have_no_temperature(tmp_path, temperature, kept):
+    asked, choices = chat(ASK, temperature=temperature), {"choices": [{"message": ANSWER}]}
+    items = {"input": [ASK], "temperature": temperature}
+    rows = [
+        ("openai_chat", asked | {"messages": [ASK, ANSWER]}),
+        ("openai_chat", asked | choices),
+        ("openai_chat", {"request": asked, "response": choices}),
+        ("openai_responses", {"request": items, "response": {"output": [SAYS]}}),
+        ("anthropic", {"request": asked, "response": {"content": "!"}}),
+    ]
+    for format, row in rows:
+        assert convert(tmp_path, format, row) == {"messages": [ASK, ANSWER], **kept}
+
+
 def test_numbers_that_share_a_name_with_a_parameter_are_kept(tmp_path):
     row = {"messages": [ASK, ANSWER], "logprobs": [-1.0], "model": "m", "system": NUL}
     assert convert(tmp_path, "auto", row) == {"messages": [ASK, ANSWER], "logprobs": [-1.0]}

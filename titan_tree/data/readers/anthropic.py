@@ -15,6 +15,7 @@ from titan_tree.data.readers.chat import (
     joined,
     marked,
     not_text,
+    sampled,
     text_of,
     without,
 )
@@ -55,7 +56,7 @@ class AnthropicReader(RowReader):
     its reasoning, text and tool calls, and ``tool_result`` blocks become messages of role "tool". Encrypted
     thoughts have no text; they are left out with a warning. ``stop_reason`` says how an answer ended. A
     response continues the assistant's message at the end of its request. Request parameters other than
-    ``temperature`` are left out.
+    a ``temperature`` above 0 are left out.
     """
 
     reads_calls = True
@@ -79,7 +80,7 @@ class AnthropicReader(RowReader):
         return joined(without(row, ("request", "response")), self._conversation(request, response))
 
     def _conversation(self, row: Record, answer: Message | None = None) -> Record:
-        record = without(row, {*REQUEST_FIELDS, *RESPONSE_FIELDS, "system"})
+        record = sampled(without(row, {*REQUEST_FIELDS, *RESPONSE_FIELDS, "system"}))
         messages: list[Message] = []
         if system := text_of(row.get("system"), "system"):
             messages.append({"role": "system", "content": system})

@@ -174,6 +174,13 @@ def not_text(where: str, kind: object) -> UserError:
     )
 
 
+def sampled(record: Message) -> Message:
+    """Returns the record without a temperature of 0, at which an API decodes greedily: no log-prob has it."""
+    temperature = record.get("temperature")
+    is_greedy = type(temperature) in (int, float) and temperature == 0
+    return without(record, ("temperature",)) if is_greedy else record
+
+
 def without(row: Message, names: Iterable[str]) -> Message:
     dropped = set(names)
     return {name: value for name, value in row.items() if name not in dropped}

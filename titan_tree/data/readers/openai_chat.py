@@ -16,6 +16,7 @@ from titan_tree.data.readers.chat import (
     joined,
     mark_of,
     marked,
+    sampled,
     text_of,
     without,
 )
@@ -43,7 +44,7 @@ class OpenAIChatReader(RowReader):
     A ``finish_reason`` says how an answer ended. With ``continue_final_message`` in the request, or
     ``prefix`` in its last message, the answer continues that message.
     Parameters of the request (``REQUEST_FIELDS``) and the response's bookkeeping (ids, usage, log-probs of
-    text) are left out; ``temperature`` is kept.
+    text) are left out; a ``temperature`` above 0 is kept.
     """
 
     reads_pairs = True
@@ -153,7 +154,7 @@ def converted_request(row: Record) -> Record:
         raise UserError(
             "system: a field of Anthropic's API; set data.format = 'anthropic', or make it a message"
         )
-    record = without(row, {*REQUEST_FIELDS, "functions", "function_call", "system"})
+    record = sampled(without(row, {*REQUEST_FIELDS, "functions", "function_call", "system"}))
     if isinstance(row.get("logprobs"), bool):  # whether the API should return them
         del record["logprobs"]
     if row.get("functions") is not None:
