@@ -13,7 +13,15 @@ import pytest
 
 from titan_tree import errors, train
 from titan_tree.data.readers.strict_json import parse_json
-from titan_tree.errors import UserError, hide, keep_secret, printable, require_unicode, shorten
+from titan_tree.errors import (
+    UserError,
+    hide,
+    keep_secret,
+    printable,
+    require_unicode,
+    shorten,
+    warnings_hidden,
+)
 
 
 def test_no_character_that_controls_a_terminal_is_printed() -> None:
@@ -91,3 +99,20 @@ def test_tracebacks_and_log_lines_hide_secrets(
     assert KEY not in printed
     train._Stdout().emit(logging.makeLogRecord({"msg": "the key is %s", "args": (KEY,)}))
     assert capsys.readouterr().out == "the key is ***\n"
+
+
+def test_warnings_are_hidden_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("library")
+    with warnings_hidden():
+        logger.warning("hidden")
+        logger.error("shown")
+    logger.warning("shown, too")
+    assert caplog.messages == ["shown", "shown, too"]
+    logging.disable(logging.ERROR)  # by a caller, who also hides errors
+    try:
+        with warnings_hidden():
+            logger.error("hidden")
+        logger.error("hidden")
+    finally:
+        logging.disable(logging.NOTSET)
+    assert caplog.messages == ["shown", "shown, too"]

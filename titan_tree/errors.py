@@ -2,10 +2,12 @@
 
 import base64
 import difflib
+import logging
 import os
 import re
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 SNAPSHOT = "a local Hugging Face snapshot"
 
@@ -156,6 +158,17 @@ def require_list(values: object, kind: type, where: str, hint: str) -> None:
             return
         got = f"{got} of {others[0]}"
     raise UserError(f"{where}: expected a list of {kind.__name__}s, got {got}; {hint}")
+
+
+@contextmanager
+def warnings_hidden() -> Iterator[None]:
+    """Hides log records of the level WARNING and below. A caller that hides more keeps hiding it."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 class errors_at:  # noqa: N801  # used as a function; a class costs less than a generator for each record

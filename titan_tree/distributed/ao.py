@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, warnings_hidden
 from titan_tree.models.lora.adapters import quantizable
 
 Quantize = Literal["none", "nf4"]
@@ -77,14 +77,12 @@ def state_8bit() -> type[Any]:
 
 def _import(name: str, key: str) -> ModuleType:
     """Returns a module of torchao; ``key`` is the configuration key that needs it."""
-    logging.disable(logging.WARNING)  # torchao warns about compiled kernels, none of which are used here
     try:
-        return import_module(f"torchao.{name}")
+        with warnings_hidden():  # torchao warns about compiled kernels, none of which are used here
+            return import_module(f"torchao.{name}")
     except ModuleNotFoundError as error:
         if error.name != "torchao":
             raise
         raise UserError(
             f"{key}: needs torchao, which is not installed: {sys.executable} -m pip install -e '.[torchao]'"
         ) from None
-    finally:
-        logging.disable(logging.NOTSET)

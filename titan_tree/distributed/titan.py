@@ -8,7 +8,6 @@ ParallelDims and MetricsProcessor do not.
 from __future__ import annotations
 
 import functools
-import logging
 from importlib.metadata import version
 from typing import Any
 
@@ -23,6 +22,7 @@ from torchtitan.tools.utils import get_peak_flops
 from titan_tree.components import tree_attention  # noqa: F401  # registers titan_tree::tree_attention
 from titan_tree.distributed import sequence_parallel  # noqa: F401  # registers operators
 from titan_tree.distributed.experts import exchange  # noqa: F401  # registers operators
+from titan_tree.errors import warnings_hidden
 
 __all__ = [
     "FullAC",
@@ -39,11 +39,8 @@ __all__ = [
 @functools.cache
 def peak_flops(device_name: str) -> float:
     """Returns the peak dense bf16 FLOP/s of a GPU by its name, or an A100's for an unknown name."""
-    logging.disable(logging.WARNING)  # torchtitan warns if the tool lspci is missing, and works without it
-    try:
+    with warnings_hidden():  # torchtitan warns if the tool lspci is missing, and works without it
         return get_peak_flops(device_name)
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 class TreeSelectiveAC(SelectiveAC):

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, warnings_hidden
 from titan_tree.models import hf
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf.save import MAX_SHARD_BYTES, all_or_nothing, copied_files
@@ -186,7 +186,8 @@ def import_transformers() -> ModuleType:
         UserError: the library is not installed.
     """
     try:
-        from titan_tree.models.transformers import snapshot
+        with warnings_hidden():  # transformers imports torchao, if installed, which warns about its kernels
+            from titan_tree.models.transformers import snapshot
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise

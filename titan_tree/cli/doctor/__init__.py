@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
@@ -26,7 +25,7 @@ from textwrap import fill
 from typing import TypeVar
 
 from titan_tree.config import Config
-from titan_tree.errors import UserError, count, printable
+from titan_tree.errors import UserError, count, printable, warnings_hidden
 
 # Section -> its check. The module is imported when the check runs, so that a missing torch becomes a finding.
 CHECKS = {
@@ -85,20 +84,16 @@ def run(args: argparse.Namespace) -> int:
             f"{args.overrides[0]}: expected --config FILE.toml as well; add it, or remove key=value"
         )
     findings: dict[str, list[Finding]] = {}
-    logging.disable(logging.WARNING)  # findings report what matters
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            subject = _subject(args)
-            for section in CHECKS:
-                if section == "configuration" and args.config is None:
-                    continue
-                if not args.json:
-                    print(section, flush=True)
-                findings[section] = list(attempt(section, _check, section, subject))
-                if not args.json:
-                    _print(findings[section])
-    finally:
-        logging.disable(logging.NOTSET)
+    with warnings_hidden(), warnings.catch_warnings(action="ignore"):  # findings report what matters
+        subject = _subject(args)
+        for section in CHECKS:
+            if section == "configuration" and args.config is None:
+                continue
+            if not args.json:
+                print(section, flush=True)
+            findings[section] = list(attempt(section, _check, section, subject))
+            if not args.json:
+                _print(findings[section])
     problems = sum(finding.ok is False for section in findings.values() for finding in section)
     if args.json:
         sections = {section: [asdict(finding) for finding in rows] for section, rows in findings.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import re
 import sys
@@ -30,7 +29,7 @@ from titan_tree.data.divergence import render_picture, render_report
 from titan_tree.data.packing import UngroupedLines, leaf_trees, merged_trees
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.data.show import render_sample
-from titan_tree.errors import UserError, printable
+from titan_tree.errors import UserError, printable, warnings_hidden
 from titan_tree.tree.paths import ModelLimits
 from titan_tree.tree.token_tree import TokenTree, TreeStats
 
@@ -81,17 +80,15 @@ def _problems(args: argparse.Namespace, config: DataConfig) -> tuple[list[UserEr
 
     There are no problems of rows if the files cannot be read for another reason.
     """
-    logging.disable(logging.WARNING)  # shown before
-    try:
-        if args.tokenizer is not None:
-            tokenizer = TreeTokenizer.load(args.tokenizer, args.template)
-        else:
-            tokenizer = TreeTokenizer.byte_level(args.template or "chatml")
-        return SampleReader(config, tokenizer).problems()
-    except UserError:
-        return [], 0
-    finally:
-        logging.disable(logging.NOTSET)
+    with warnings_hidden():  # shown before
+        try:
+            if args.tokenizer is not None:
+                tokenizer = TreeTokenizer.load(args.tokenizer, args.template)
+            else:
+                tokenizer = TreeTokenizer.byte_level(args.template or "chatml")
+            return SampleReader(config, tokenizer).problems()
+        except UserError:
+            return [], 0
 
 
 def _show(args: argparse.Namespace, config: DataConfig, costs: ModelCosts | None) -> None:

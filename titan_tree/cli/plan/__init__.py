@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 from collections.abc import Iterable
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, warnings_hidden
 
 if TYPE_CHECKING:  # --help must not import torch
     from titan_tree.cli.plan.planner import Planner
@@ -55,11 +54,8 @@ def run(args: argparse.Namespace) -> None:
     groups = None if args.groups is None else _positive("--groups", args.groups)
     gpu = find_gpu(args.gpu)
     config = load_tables(Config, args.config, args.overrides, skip=COMMANDS)
-    logging.disable(logging.WARNING)  # training shows those that matter
-    try:
+    with warnings_hidden():  # training shows those that matter
         plan = as_json(Planner(config, gpus, gpu, groups))
-    finally:
-        logging.disable(logging.NOTSET)
     print(json.dumps(plan)) if args.json else _print(plan)
 
 
