@@ -27,8 +27,6 @@ def compile_modules(model: TreeModel, modules: Iterable[nn.Module], fullgraph: b
     torch._dynamo.config.specialize_float = True
     # RMSNorm's reductions over rows and columns are otherwise fused in large batches only, in another graph.
     torch._inductor.config.triton.mix_order_reduction_non_strict_mode = True
-    # A block would assert the sizes of some 100 tensors in every pass. Guards have checked its inputs.
-    torch._inductor.config.size_asserts = False
     if "states" in model.cache_streams:
         # The many small tables of a layout may have equal sizes by chance. A graph must not rely on that.
         torch.fx.experimental._config.use_duck_shape = False
