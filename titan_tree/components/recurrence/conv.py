@@ -29,6 +29,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from titan_tree.components.operators import operator
 from titan_tree.components.recurrence import conv_kernels
 from titan_tree.components.recurrence.reference import conv_sources
 from titan_tree.errors import UserError
@@ -130,7 +131,7 @@ def tree_causal_conv1d(
     _check(x, weight, layout, tails, bias)
     if index is None:
         index = prepare(layout, weight.shape[1])
-    y, exported = tree_conv(x, weight, bias, tails, list(index), silu)
+    y, exported = _TreeConv.apply(silu, x, weight, bias, tails, *index)
     return y, None if layout.state_exports is None else exported
 
 
@@ -155,7 +156,24 @@ def _check(x: Tensor, weight: Tensor, layout: TreeLayout, tails: Tensor | None, 
         )
 
 
-@torch.library.custom_op("titan_tree::tree_conv", mutates_args=())
+class _TreeConv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, silu: bool, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        ctx.silu = silu
+        ctx.save_for_backward(*tensors)
+        result: tuple[Tensor, Tensor] = tree_conv(*tensors[:4], tensors[4:], silu)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dexported: Tensor) -> tuple[Tensor | None, ...]:
+        # Read saved_tensors once: with activation checkpointing, every access recomputes the forward pass.
+        tensors = ctx.saved_tensors
+        inputs, metadata = tensors[:4], tensors[4:]
+        grads = iter(tree_conv_backward(dy, dexported, *inputs, metadata, ctx.silu))
+        return None, *(None if x is None else next(grads) for x in inputs), *[None] * len(metadata)
+
+
+@operator
 def tree_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor | None, metadata: Sequence[Tensor],
     silu: bool,
@@ -179,7 +197,7 @@ def tree_conv(
     return y, exported
 
 
-@torch.library.custom_op("titan_tree::tree_conv_backward", mutates_args=())
+@operator
 def tree_conv_backward(
     dy: Tensor, dexported: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor | None,
     metadata: Sequence[Tensor], silu: bool,
@@ -217,36 +235,16 @@ def tree_conv_backward(
     return grads if dtails is None else [*grads, dtails]
 
 
-@tree_conv.register_fake
+@torch.library.register_fake("titan_tree::tree_conv")
 def _(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor | None, metadata: Sequence[Tensor],
-    silu: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor | None, metadata: Sequence[Tensor], *_: Any
+) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(*metadata[1].shape, x.shape[1])
 
 
-@tree_conv_backward.register_fake
-def _(
-    dy: Tensor, dexported: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor | None,
-    metadata: Sequence[Tensor], silu: bool,
-) -> list[Tensor]:  # fmt: skip
-    return [t.new_empty(t.shape) for t in (x, weight, bias, tails) if t is not None]
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, metadata, ctx.silu = inputs
-    ctx.save_for_backward(*tensors, *metadata)
-
-
-def _autograd(ctx: Any, dy: Tensor, dexported: Tensor) -> tuple[object, ...]:
-    # Read saved_tensors once: with activation checkpointing, every access recomputes the forward pass.
-    x, weight, bias, tails, *metadata = ctx.saved_tensors
-    grads = iter(tree_conv_backward(dy, dexported, x, weight, bias, tails, metadata, ctx.silu))
-    inputs = (None if t is None else next(grads) for t in (x, weight, bias, tails))
-    return *inputs, [None] * len(metadata), None
-
-
-tree_conv.register_autograd(_autograd, setup_context=_setup_context)
+@torch.library.register_fake("titan_tree::tree_conv_backward")
+def _(dy: Tensor, dexported: Tensor, *inputs: Any) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in inputs[:4] if t is not None]
 
 
 def _use_kernels(x: Tensor) -> bool:

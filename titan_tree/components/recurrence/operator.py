@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from titan_tree.components.operators import operator
 from titan_tree.components.recurrence.buffers import Saved
 from titan_tree.registry import RECURRENCE_BACKENDS
 from titan_tree.tree.chunks import Chains, Chunks
@@ -80,11 +81,32 @@ def tree_recurrence(
     chunks: Chunks, chains: Chains,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns o and the states after ``chunks.exported``, if any; differentiable. See ``TreeGDN.forward``."""
-    o, exported, *_ = recurrence(q, k, v, g, beta, states, metadata=[*chunks, *chains], backend=backend)
-    return o, exported
+    return _Recurrence.apply(backend, q, k, v, g, beta, states, *chunks, *chains)
 
 
-@torch.library.custom_op("titan_tree::recurrence", mutates_args=())
+class _Recurrence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, backend: str, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        o, exported, *saved = recurrence(*tensors[:6], tensors[6:], backend)
+        ctx.backend = backend
+        ctx.set_materialize_grads(False)  # ``backward`` makes zeros like these itself
+        ctx.save_for_backward(*tensors[:6], *saved, *tensors[6:])
+        return o, exported
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dexported: Tensor | None) -> tuple[Tensor | None, ...]:
+        # Read saved_tensors once: with activation checkpointing, every access recomputes the forward pass.
+        q, k, v, g, beta, states, *rest = ctx.saved_tensors
+        count = len(Saved._fields)
+        saved, metadata = rest[:count], rest[count:]
+        do = torch.zeros_like(v) if do is None else do
+        dexported = _zero_exports(q, v, metadata) if dexported is None else dexported
+        inputs = q, k, v, g, beta, states
+        gradients = iter(recurrence_backward(do, dexported, *inputs, saved, metadata, ctx.backend))
+        return None, *(None if x is None else next(gradients) for x in inputs), *[None] * len(metadata)
+
+
+@operator
 def recurrence(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, states: Tensor | None,
     metadata: Sequence[Tensor], backend: str,
@@ -95,9 +117,9 @@ def recurrence(
     return o, exported, *saved
 
 
-@torch.library.custom_op("titan_tree::recurrence_backward", mutates_args=())
+@operator
 def recurrence_backward(
-    do: Tensor, dexported: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+    do: Tensor, dexported: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None,
     states: Tensor | None, saved: Sequence[Tensor], metadata: Sequence[Tensor], backend: str,
 ) -> list[Tensor]:  # fmt: skip
     """Returns the gradients of the inputs that are not None, in their dtypes."""
@@ -117,7 +139,7 @@ def _zero_exports(q: Tensor, v: Tensor, metadata: Sequence[Tensor]) -> Tensor:
     return v.new_zeros(shape, dtype=torch.promote_types(v.dtype, torch.float32))
 
 
-@recurrence.register_fake
+@torch.library.register_fake("titan_tree::recurrence")
 def _(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, states: Tensor | None,
     metadata: Sequence[Tensor], backend: str,
@@ -126,33 +148,6 @@ def _(
     return v.new_empty(v.shape), _zero_exports(q, v, metadata), *saved
 
 
-@recurrence_backward.register_fake
-def _(
-    do: Tensor, dexported: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-    states: Tensor | None, saved: Sequence[Tensor], metadata: Sequence[Tensor], backend: str,
-) -> list[Tensor]:  # fmt: skip
-    return [x.new_empty(x.shape) for x in (q, k, v, g, beta, states) if x is not None]
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, metadata, ctx.backend = inputs
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.set_materialize_grads(False)  # otherwise autograd makes zeros as large as all of Saved
-    ctx.save_for_backward(*tensors, *output[2:], *metadata)
-
-
-def _autograd(ctx: Any, do: Tensor | None, dexported: Tensor | None, *_: None) -> tuple[Any, ...]:
-    # Read saved_tensors once: with activation checkpointing, every access recomputes the forward pass.
-    q, k, v, g, beta, states, *rest = ctx.saved_tensors
-    count = len(Saved._fields)
-    saved, metadata = rest[:count], rest[count:]
-    do = torch.zeros_like(v) if do is None else do
-    dexported = _zero_exports(q, v, metadata) if dexported is None else dexported
-    inputs = q, k, v, g, beta, states
-    arguments = do, dexported, *inputs
-    gradients = iter(recurrence_backward(*arguments, saved=saved, metadata=metadata, backend=ctx.backend))
-    given = [None if x is None else next(gradients) for x in inputs]
-    return *given, [None] * len(metadata), None
-
-
-recurrence.register_autograd(_autograd, setup_context=_setup_context)
+@torch.library.register_fake("titan_tree::recurrence_backward")
+def _(do: Tensor, dexported: Tensor, *inputs: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in inputs[:6] if x is not None]

@@ -11,12 +11,13 @@ saves its own k and v only: keys and values of its ancestors are gathered a seco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from titan_tree.components.operators import operator
 from titan_tree.components.tree_attention import context as columns
 from titan_tree.components.tree_attention.plan import KEYS, QUERIES, Plan, WindowPlan, empty_lse, plan_of
 from titan_tree.errors import UserError
@@ -180,22 +181,7 @@ class _TreeAttention(torch.autograd.Function):
         return None, *of_inputs, *[None] * len(tensors[5:])
 
 
-_LIBRARY = torch.library.Library("titan_tree", "FRAGMENT")
-
-
-def _operator(function: Callable[..., Any]) -> Any:
-    """Registers a function as the operator titan_tree::NAME and returns the operator.
-
-    ``torch.library.custom_op`` costs the host more: it looks for aliases and unpacks all tensors once more in
-    every call. Its autograd takes several times as long as ``_TreeAttention``.
-    """
-    name = function.__name__
-    _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    return getattr(torch.ops.titan_tree, name).default
-
-
-@_operator
+@operator
 def tree_attention(
     q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, sinks: Tensor | None, source: Tensor | None,
     metadata: Sequence[Tensor], backend: str, scale: float, softcap: float | None, deterministic: bool,
@@ -210,7 +196,7 @@ def tree_attention(
         return _kernels(backend).forward(q, k, v, end, column, *options)
 
 
-@_operator
+@operator
 def tree_attention_backward(
     do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Tensor | None,
     sinks: Tensor | None, source: Tensor | None, metadata: Sequence[Tensor], backend: str, scale: float,
