@@ -65,7 +65,7 @@ REFUSALS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "flash": (with_attribute("model.config._attn_implementation", "flash_attention_2"), "expected 'sdpa' or"),
     "family": (
         with_attribute("model.config.model_type", "falcon_h1"),
-        "falcon_h1 cannot run on trees: its recurrent layers",
+        "falcon_h1 cannot run on trees: each of its layers",
     ),
     "dropout": (
         with_attribute("model.config.attention_dropout", 0.1),
