@@ -15,9 +15,9 @@ from titan_tree.data.readers.chat import (
     joined,
     marked,
     not_text,
-    sampled,
     text_of,
     without,
+    without_temperature_0,
 )
 from titan_tree.data.readers.containers import first_rows
 from titan_tree.data.readers.row_reader import RowReader, expect
@@ -80,7 +80,7 @@ class AnthropicReader(RowReader):
         return joined(without(row, ("request", "response")), self._conversation(request, response))
 
     def _conversation(self, row: Record, answer: Message | None = None) -> Record:
-        record = sampled(without(row, {*REQUEST_FIELDS, *RESPONSE_FIELDS, "system"}))
+        record = without_temperature_0(without(row, {*REQUEST_FIELDS, *RESPONSE_FIELDS, "system"}))
         messages: list[Message] = []
         if system := text_of(row.get("system"), "system"):
             messages.append({"role": "system", "content": system})

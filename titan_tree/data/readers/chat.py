@@ -174,8 +174,8 @@ def not_text(where: str, kind: object) -> UserError:
     )
 
 
-def sampled(record: Message) -> Message:
-    """Returns the record without a temperature of 0, at which an API decodes greedily: no log-prob has it."""
+def without_temperature_0(record: Message) -> Message:
+    """Returns the record without its temperature if that is 0: greedy decoding defines no log-probs."""
     temperature = record.get("temperature")
     is_greedy = type(temperature) in (int, float) and temperature == 0
     return without(record, ("temperature",)) if is_greedy else record

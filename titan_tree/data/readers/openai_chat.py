@@ -16,9 +16,9 @@ from titan_tree.data.readers.chat import (
     joined,
     mark_of,
     marked,
-    sampled,
     text_of,
     without,
+    without_temperature_0,
 )
 from titan_tree.data.readers.containers import first_rows
 from titan_tree.data.readers.row_reader import PAIR_COLUMNS, RowReader, expect
@@ -154,7 +154,7 @@ def converted_request(row: Record) -> Record:
         raise UserError(
             "system: a field of Anthropic's API; set data.format = 'anthropic', or make it a message"
         )
-    record = sampled(without(row, {*REQUEST_FIELDS, "functions", "function_call", "system"}))
+    record = without_temperature_0(without(row, {*REQUEST_FIELDS, "functions", "function_call", "system"}))
     if isinstance(row.get("logprobs"), bool):  # whether the API should return them
         del record["logprobs"]
     if row.get("functions") is not None:

@@ -13,9 +13,9 @@ from titan_tree.data.readers.chat import (
     call,
     joined,
     marked,
-    sampled,
     text_of,
     without,
+    without_temperature_0,
 )
 from titan_tree.data.readers.row_reader import RowReader, expect
 from titan_tree.errors import UserError, shorten
@@ -39,10 +39,9 @@ class OpenAIResponsesReader(RowReader):
     ``input`` is a string or a list of items, ``output`` a list of items. Instructions become the system
     message. Adjacent reasoning, text and function calls become one assistant message. Reasoning is the text
     of its content, or else of its summary. The ``status`` of a response, and of an item, says whether it was
-    cut off or filtered. Parameters are left out, except for a
-    ``temperature`` above 0.
-    Items of tools that run at OpenAI are refused. ``previous_response_id`` and ``conversation`` are refused,
-    because the earlier items are not in the file.
+    cut off or filtered. Parameters are left out, except for a ``temperature`` above 0. Items of tools that
+    run at OpenAI are refused. ``previous_response_id`` and ``conversation`` are refused, because the earlier
+    items are not in the file.
     """
 
     reads_calls = True
@@ -78,7 +77,7 @@ class OpenAIResponsesReader(RowReader):
             self.warn(EARLIER_TURNS)
         messages += prompt
         record = without(row, {*REQUEST_FIELDS, *RESPONSE_FIELDS, *ENDED, "instructions", "input"})
-        record = joined(sampled(record), {"messages": messages})
+        record = joined(without_temperature_0(record), {"messages": messages})
         details = expect(row.get("incomplete_details") or {}, dict, "incomplete_details", "an object")
         mark = row.get("status") if details.get("reason") is None else details["reason"]
         is_finished = ending(mark, "status") == "finished"
