@@ -1,4 +1,4 @@
-"""``operator`` registers a function as an operator of torch, which torch.compile does not look into."""
+"""``as_operator`` registers a function as an operator of torch, which torch.compile does not trace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 _LIBRARY = torch.library.Library("titan_tree", "FRAGMENT")
 
 
-def operator(function: Callable[..., Any]) -> Any:
+def as_operator(function: Callable[..., Any]) -> Any:
     """Registers a function as the operator titan_tree::NAME and returns the operator.
 
     The operator is not differentiable: a ``torch.autograd.Function`` calls it.

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from titan_tree.components.operators import operator
+from titan_tree.components.operators import as_operator
 from titan_tree.components.recurrence import conv_kernels
 from titan_tree.components.recurrence.reference import conv_sources
 from titan_tree.errors import UserError
@@ -173,7 +173,7 @@ class _TreeConv(torch.autograd.Function):
         return None, *(None if x is None else next(grads) for x in inputs), *[None] * len(metadata)
 
 
-@operator
+@as_operator
 def tree_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor | None, metadata: Sequence[Tensor],
     silu: bool,
@@ -197,7 +197,7 @@ def tree_conv(
     return y, exported
 
 
-@operator
+@as_operator
 def tree_conv_backward(
     dy: Tensor, dexported: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor | None,
     metadata: Sequence[Tensor], silu: bool,

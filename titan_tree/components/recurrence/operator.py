@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from titan_tree.components.operators import operator
+from titan_tree.components.operators import as_operator
 from titan_tree.components.recurrence.buffers import Saved
 from titan_tree.registry import RECURRENCE_BACKENDS
 from titan_tree.tree.chunks import Chains, Chunks
@@ -106,7 +106,7 @@ class _Recurrence(torch.autograd.Function):
         return None, *(None if x is None else next(gradients) for x in inputs), *[None] * len(metadata)
 
 
-@operator
+@as_operator
 def recurrence(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, states: Tensor | None,
     metadata: Sequence[Tensor], backend: str,
@@ -117,7 +117,7 @@ def recurrence(
     return o, exported, *saved
 
 
-@operator
+@as_operator
 def recurrence_backward(
     do: Tensor, dexported: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None,
     states: Tensor | None, saved: Sequence[Tensor], metadata: Sequence[Tensor], backend: str,

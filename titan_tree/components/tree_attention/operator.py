@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from titan_tree.components.operators import operator
+from titan_tree.components.operators import as_operator
 from titan_tree.components.tree_attention import context as columns
 from titan_tree.components.tree_attention.plan import KEYS, QUERIES, Plan, WindowPlan, empty_lse, plan_of
 from titan_tree.errors import UserError
@@ -181,7 +181,7 @@ class _TreeAttention(torch.autograd.Function):
         return None, *of_inputs, *[None] * len(tensors[5:])
 
 
-@operator
+@as_operator
 def tree_attention(
     q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, sinks: Tensor | None, source: Tensor | None,
     metadata: Sequence[Tensor], backend: str, scale: float, softcap: float | None, deterministic: bool,
@@ -196,7 +196,7 @@ def tree_attention(
         return _kernels(backend).forward(q, k, v, end, column, *options)
 
 
-@operator
+@as_operator
 def tree_attention_backward(
     do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Tensor | None,
     sinks: Tensor | None, source: Tensor | None, metadata: Sequence[Tensor], backend: str, scale: float,
