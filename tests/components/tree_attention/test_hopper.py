@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.gluon_emulator import Descriptor, EmulatedKernel
+from tests.support.gluon_emulator import Descriptor, EmulatedKernel, Pointer, Program, here
 from tests.support.layouts import (
     SMALL,
     Nodes,
@@ -28,6 +29,7 @@ from titan_tree.components.tree_attention.hopper import (
     query_pass,
     wide_key_pass,
 )
+from titan_tree.components.tree_attention.hopper import pieces as work_items
 from titan_tree.components.tree_attention.plan import PIECE, TILE, Plan, prepare
 
 
@@ -71,12 +73,16 @@ CASES = {
 
 @pytest.fixture
 def emulator(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Emulates 3 multiprocessors, cuts ranges of more than 4 tiles into jobs and fills memory with NaN."""
+    """Emulates 3 multiprocessors, cuts ranges of more than 4 tiles into jobs and fills memory with NaN.
+
+    All heads are sorted together if there are less than 6 work items, so some cases sort each key head alone.
+    """
     if not triton_kernels.INTERPRET:
         pytest.skip("the Triton kernels between the Gluon kernels need Triton's interpreter")
     for module in (forward_pass, query_pass):
         monkeypatch.setattr(module, "num_multiprocessors", lambda device: 3)
     monkeypatch.setattr(plans, "SHORTEST_JOB", 4)
+    monkeypatch.setattr(work_items, "FEW_ITEMS", 6)
     torch.use_deterministic_algorithms(True)
     yield monkeypatch
     torch.use_deterministic_algorithms(False)
@@ -133,6 +139,28 @@ def test_emulated_kernels_equal_definition(name, emulator):
 def test_emulated_kernels_of_head_dim_256_equal_definition(name, emulator):
     heads = (2, 1) if name == "star" else (1, 1)
     assert_exact(emulator, CASES[name]._replace(dim=256, heads=heads))
+
+
+@pytest.mark.parametrize(
+    ("n_blocks", "heads"),
+    [(64, (16, 8)), (128, (16, 8)), (128, (32, 8)), (256, (16, 16)), (256, (32, 8)), (270, (32, 8))],
+)
+def test_programs_get_equal_work(n_blocks, heads):
+    """The query blocks of a chain have 1, 2, 3, ... slots. A GPU has 132 multiprocessors."""
+    work_item = EmulatedKernel(work_items.work_item).function
+    count_rounds = EmulatedKernel(work_items.count_rounds).function
+    together = work_items.heads_together(n_blocks, *heads)
+    order = Pointer(torch.arange(n_blocks).flip(0))
+    lists = work_items.Lists(*[None] * 4, order, None, n_blocks, n_blocks * heads[0], together)
+    seen, work = [], []
+    for index in range(132):
+        here.program = Program(index, 132, random.Random(0))
+        items = [work_item(lists, turn, heads[0] // heads[1]) for turn in range(count_rounds(lists.n_items))]
+        assert all(head // (heads[0] // heads[1]) == head_k for _, head, head_k in items)
+        seen += [(int(block), int(head)) for block, head, _ in items]
+        work.append(sum(int(block) + 1 for block, _, _ in items))
+    assert sorted(seen) == [(block, head) for block in range(n_blocks) for head in range(heads[0])]
+    assert max(work) < 1.04 * sum(work) / 132
 
 
 def slot_branches(plan: Plan, n_keys: int) -> set[str]:

@@ -47,6 +47,7 @@ from titan_tree.components.tree_attention.hopper.pieces import (
     Lists,
     count_rounds,
     count_slots,
+    heads_together,
     load_ends,
     load_pieces,
     visible,
@@ -229,10 +230,10 @@ def _consumer(
 # 4. Launch.
 
 
-@gluon.jit(do_not_specialize=["stride", "n_blocks", "n_items", "N", "lse_stride"])
+@gluon.jit(do_not_specialize=["stride", "n_blocks", "n_items", "heads", "N", "lse_stride"])
 def _forward_kernel(
     q_rows, k_pieces, v_pieces, k_rows, v_rows, o_rows, end_row, lse_ptr, column_ptr,
-    pieces, n_diagonal, n_masked, n_pieces, query_order, stride, n_blocks, n_items,
+    pieces, n_diagonal, n_masked, n_pieces, query_order, stride, n_blocks, n_items, heads,
     N, lse_stride, scale,
     G: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, O_IN_Q: gl.constexpr,
@@ -254,7 +255,7 @@ def _forward_kernel(
         o_slots,
     )
     fence_async_shared()
-    lists = Lists(pieces, n_diagonal, n_masked, n_pieces, query_order, stride, n_blocks, n_items)
+    lists = Lists(pieces, n_diagonal, n_masked, n_pieces, query_order, stride, n_blocks, n_items, heads)
     gl.warp_specialize(
         [
             (_consumer, (
@@ -294,7 +295,8 @@ def forward(
         matrix(k, block_k, dim), matrix(v, block_k, dim), matrix(o, QUERIES // 2, dim),
         vector(end, PIECE_KEYS), lse, column,
         plan.pieces, plan.n_diagonal, plan.n_masked, plan.n_pieces, plan.query_order,
-        plan.pieces.shape[1], n_blocks, n_items, n, lse.shape[1], scale * LOG2_E.value,
+        plan.pieces.shape[1], n_blocks, n_items, heads_together(n_blocks, heads, heads_k),
+        n, lse.shape[1], scale * LOG2_E.value,
         G=heads // heads_k, BLOCK_Q=QUERIES, BLOCK_K=block_k, D=dim, STAGES=stages,
         O_IN_Q=dim == 256, num_warps=4,
     )  # fmt: skip

@@ -42,6 +42,7 @@ from titan_tree.components.tree_attention.hopper.pieces import (
     Lists,
     count_rounds,
     count_slots,
+    heads_together,
     load_ends,
     load_pieces,
     visible,
@@ -211,10 +212,11 @@ def _consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["stride", "n_blocks", "n_items", "N", "lse_stride"])
+@gluon.jit(do_not_specialize=["stride", "n_blocks", "n_items", "heads", "N", "lse_stride"])
 def _queries_kernel(
     q_rows, do_rows, k_pieces, v_pieces, k_rows, v_rows, dq_rows, end_row, lse_ptr, delta_ptr, column_ptr,
-    pieces, n_diagonal, n_masked, n_pieces, query_order, stride, n_blocks, n_items, N, lse_stride, scale,
+    pieces, n_diagonal, n_masked, n_pieces, query_order, stride, n_blocks, n_items, heads,
+    N, lse_stride, scale,
     G: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES_K: gl.constexpr,
     STAGES_V: gl.constexpr, DQ_IN_Q: gl.constexpr,
 ):  # fmt: skip
@@ -233,7 +235,7 @@ def _queries_kernel(
     k_ring, v_ring = make_ring(k_slots, STAGES_K, 2), make_ring(v_slots, STAGES_V, 2)
     memory = Memory(q_ring, do_slots, k_ring, v_ring, end_slots, dq_slots)
     fence_async_shared()
-    lists = Lists(pieces, n_diagonal, n_masked, n_pieces, query_order, stride, n_blocks, n_items)
+    lists = Lists(pieces, n_diagonal, n_masked, n_pieces, query_order, stride, n_blocks, n_items, heads)
     gl.warp_specialize(
         [
             (_consumer, (
@@ -280,7 +282,8 @@ def gradient(
         matrix(v, PIECE_KEYS, dim), matrix(k, sizes.block_k, dim), matrix(v, sizes.block_k, dim),
         matrix(dq, QUERIES // 2, dim), vector(end, PIECE_KEYS), lse, delta, column,
         plan.pieces, plan.n_diagonal, plan.n_masked, plan.n_pieces, plan.query_order,
-        plan.pieces.shape[1], n_blocks, n_items, n, lse.shape[1], scale * LOG2_E.value,
+        plan.pieces.shape[1], n_blocks, n_items, heads_together(n_blocks, heads, heads_k),
+        n, lse.shape[1], scale * LOG2_E.value,
         G=heads // heads_k, BLOCK_Q=QUERIES, BLOCK_K=sizes.block_k, D=dim, STAGES_K=sizes.stages_k,
         STAGES_V=sizes.stages_v, DQ_IN_Q=dim == 256, num_warps=4,
     )  # fmt: skip
