@@ -43,6 +43,7 @@ TREES = SMALL | {
     "forest": random_nodes(9, 60, 1, 30, roots=0.3),
     "long": [(-1, 700), (0, 300), (1, 130), (0, 400)],
 }
+large_memory = pytest.mark.xdist_group("large_memory")  # two at a time, beside other tests, exceed 80 GB
 # After larger trees, FlexAttention fails to compile for trees of one block: do not compare with it.
 SMALL_TREES = [name for name, nodes in TREES.items() if sum(length for _, length in nodes) <= 128]
 LARGE = {
@@ -159,6 +160,7 @@ def test_triton_is_exact_in_fp32_with_context(share):
     assert max(errors(nodes, ["triton"], torch.float32, 64, queries=queries)[0]) < 1e-6
 
 
+@large_memory
 @pytest.mark.parametrize("name", LARGE)
 def test_extreme_trees_are_exact_to_one_rounding(name):
     """All rows in bf16 are compared with float64, relative to each result's norm."""
@@ -238,6 +240,7 @@ def test_never_waits_for_the_gpu(backend):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@large_memory
 @pytest.mark.parametrize("backend", OURS)
 def test_row_offsets_may_exceed_int32(backend):
     """N * Hq * D = 2.2e9 elements. Every token is a root, so o = v and dv = do."""
