@@ -1,11 +1,11 @@
-"""Weighted SwiGLU and sums of rows, in PyTorch and in Triton, against autograd in float64."""
+"""The kernels of experts, in PyTorch and in Triton, against float64 and against PyTorch's own operators."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from titan_tree.components.moe import kernels
-from titan_tree.components.moe.kernels import sum_rows, swiglu, swiglu_backward
+from titan_tree.components.moe.kernels import copy_rows, sum_rows, swiglu, swiglu_backward
 
 
 @pytest.fixture(params=["torch", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -31,7 +31,7 @@ TOLERANCES = [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES, ids=str)
-@pytest.mark.parametrize(("num_rows", "width"), [(0, 8), (1, 1), (5, 24), (3, 300)])
+@pytest.mark.parametrize(("num_rows", "width"), [(0, 8), (1, 1), (5, 24), (3, 300), (19, 768)])
 def test_swiglu_and_its_gradients(num_rows, width, dtype, tolerance, device):
     h, scale, grad = torch.randn(num_rows, 2 * width), torch.rand(num_rows, 1), torch.randn(num_rows, width)
     h, grad = h.to(dtype), grad.to(dtype)
@@ -75,3 +75,36 @@ def test_rows_are_added_from_left_to_right_in_fp32(device):
     x = torch.tensor([[1e8], [1.0], [-1e8]], device=device)
     orders = torch.tensor([[0, 1, 2], [0, 2, 1]], dtype=torch.int32, device=device)
     assert sum_rows(x, orders).tolist() == [[0.0], [1.0]]
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(("num_rows", "width", "columns"), [(0, 2, 8), (1, 1, 3), (7, 4, 40), (3, 9, 1030)])
+def test_copies_of_rows_are_the_transpose_of_sums(num_rows, width, columns, index_dtype, device):
+    """Each row of the result is named once. Some entries name none."""
+    x = torch.randn(num_rows, columns)
+    index = torch.full((num_rows, width), -1, dtype=index_dtype)
+    named = torch.rand(num_rows, width) < 0.6
+    index[named] = torch.randperm(int(named.sum())).to(index_dtype)
+    want = torch.zeros(int(named.sum()), columns)
+    for row, targets in zip(x, index.tolist(), strict=True):
+        for target in targets:
+            if target >= 0:
+                want[target] = row
+    got = copy_rows(x.to(device), index.to(device), len(want))
+    assert torch.equal(got.cpu(), want)
+    weight = torch.randint(-9, 9, want.shape).float()
+    transposed = sum_rows(weight.to(device), index.to(device)).cpu()
+    torch.testing.assert_close((got.cpu() * weight).sum(), (x * transposed).sum(), rtol=1e-4, atol=1e-3)
+
+
+OPERATORS = {
+    "swiglu": (swiglu, (torch.randn(5, 16), torch.rand(5, 1))),
+    "swiglu_backward": (swiglu_backward, (torch.randn(5, 16), torch.rand(5, 1), torch.randn(5, 8))),
+    "copy_rows": (copy_rows, (torch.randn(2, 8), torch.tensor([[0, 2], [1, -1]]), 3)),
+    "sum_rows": (sum_rows, (torch.randn(3, 8), torch.tensor([[0, 2], [1, -1]]))),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_pass_opcheck(name):
+    torch.library.opcheck(*OPERATORS[name], test_utils=("test_schema", "test_faketensor"))

@@ -14,8 +14,8 @@ from titan_tree.components.moe import experts as module
 from titan_tree.components.moe.experts import (
     grouped_linear,
     grouped_mm,
-    inverse_permutation,
     linear_by_expert,
+    sort_copies,
 )
 from titan_tree.errors import UserError
 
@@ -38,10 +38,12 @@ def test_equals_a_loop_over_tokens(num_tokens, top_k, norm_topk_prob, shared):
         torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-12)
 
 
-def test_the_inverse_of_a_permutation():
-    order = torch.randperm(50)
-    assert torch.equal(inverse_permutation(order), order.argsort())
-    assert inverse_permutation(order[:0]).shape == (0,)
+def test_copies_are_sorted_by_expert_and_then_by_token():
+    expert = torch.rand(20, 7).argsort(1)[:, :3]
+    index = sort_copies(expert)
+    want = sorted(range(60), key=lambda copy: (expert.flatten()[copy], copy))
+    assert index.flatten().argsort().tolist() == want
+    assert sort_copies(expert[:0]).shape == (0, 3)
 
 
 def test_forced_experts_whose_probabilities_underflow_have_weights_and_gradients():

@@ -6,7 +6,7 @@ path through it.
 
     __init__   MoE: router, routed experts and shared expert; ExpertInfo: all mixtures of a model
     experts    the routed experts' matrix products
-    kernels    their SwiGLU and sums of rows, for experts that are sharded over ranks
+    kernels    their SwiGLU, copies of rows and sums of rows
     routing    Routing, and RouterLoss and RouterBias, which balance experts
 
 N tokens, L layers with experts, k experts of a token, E experts, d hidden size, m intermediate size of an

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from titan_tree.components.moe.kernels import copy_rows, sum_rows, swiglu, swiglu_backward
 from titan_tree.errors import UserError
 
 
@@ -103,73 +104,82 @@ def expert_mlps(
         gate_up: [E, 2 m, d] in x's dtype, for each expert the rows of the gate first.
         down: [E, d, m] in x's dtype.
         expert: [N, k] int64, different experts in each row.
-        weight: [N, k], any dtype; its product with the hidden layer is rounded to x's dtype.
+        weight: [N, k] fp32, or float64 if x is.
         num_copies: [E] int64, how often each expert occurs in ``expert``.
     Raises:
         UserError: d, m or the rank of an update is not a multiple of 8, for bf16 on a GPU.
     """
-    order = expert.flatten().argsort(stable=True)
-    inverse = inverse_permutation(order)
-    copies = Spread.apply(x, order, inverse, expert.shape[1])
-    scale = Spread.apply(weight.reshape(-1, 1), order, inverse, 1)
-
+    index = sort_copies(expert)
+    copies = Spread.apply(x, index)
     ends = num_copies.cumsum(0).to(torch.int32)
-    gate, up = gate_up.linear(copies, ends).chunk(2, dim=-1)
-    hidden = (F.silu(gate) * up * scale).to(x.dtype)
-    return Gather.apply(down.linear(hidden, ends), order, inverse, expert.shape[1])
+    h = gate_up.linear(copies, ends)
+    y = _SwiGLULinear.apply(h, spread_values(weight, index).unsqueeze(1), ends, *down)
+    return Gather.apply(y, index)
 
 
-def inverse_permutation(order: Tensor) -> Tensor:
-    """Returns [n] int64 with ``inverse[order] = arange(n)`` for a permutation [n] int64, without sorting."""
-    return torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
+def sort_copies(expert: Tensor) -> Tensor:
+    """Returns the row of each copy, if copies are sorted by expert and then by token: [N, k] int64.
+
+    Args:
+        expert: [N, k] integers below 2^15.
+    """
+    order = expert.flatten().to(torch.int16).argsort(stable=True)  # a narrow key sorts in fewer passes
+    rows = torch.arange(len(order), device=order.device)
+    return torch.empty_like(order).scatter(0, order, rows).view(expert.shape)
+
+
+def spread_values(values: Tensor, index: Tensor) -> Tensor:
+    """Returns the values [N, k] of copies in the order of ``index`` [N, k]: [N k]. Differentiable."""
+    return values.new_empty(index.numel()).scatter(0, index.flatten(), values.flatten())
 
 
 class Spread(torch.autograd.Function):
-    """Makes k copies of every row and permutes them: [N, d] -> [N k, d]. ``Gather`` is its transpose."""
+    """Puts each row at the k places that ``index`` [N, k] names: [N, d] -> [N k, d]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.k = k
-        return x[order // k]
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        return copy_rows(x, index, index.numel())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (inverse,) = ctx.saved_tensors
-        return _sum_copies(grad, inverse, ctx.k), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return sum_rows(grad, *ctx.saved_tensors), None
 
 
 class Gather(torch.autograd.Function):
-    """Sums the k copies of every row: [N k, d] -> [N, d]."""
+    """Sums the k rows that ``index`` [N, k] names, the transpose of ``Spread``: [N k, d] -> [N, d]."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.k = k
-        return _sum_copies(y, inverse, k)
+    def forward(ctx: Any, y: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        return sum_rows(y, index)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (order,) = ctx.saved_tensors
-        return grad[order // ctx.k], None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return copy_rows(grad, index, index.numel()), None
 
 
-def _sum_copies(copies: Tensor, inverse: Tensor, k: int) -> Tensor:
-    """Sums the k copies of every row in fp32 or wider: [N k, d] -> [N, d].
+class _SwiGLULinear(torch.autograd.Function):
+    """``ExpertWeight.linear`` of the result of ``swiglu``, which the backward pass computes again."""
 
-    It adds one copy of all rows at a time, so no gathered [N, k, d] is stored. Compiled, it is one pass over
-    memory.
-    """
-    total: Tensor | None = None
-    for rows in inverse.view(-1, k).unbind(1):
-        one = copies[rows].to(torch.promote_types(copies.dtype, torch.float32))
-        total = one if total is None else total + one
-    assert total is not None
-    # In torch 2.11, a compiled autograd function has zero gradients if its forward pass ends with a cast to
-    # the same dtype.
-    return total if total.dtype == copies.dtype else total.to(copies.dtype)
+    @staticmethod
+    def forward(
+        ctx: Any, h: Tensor, scale: Tensor, ends: Tensor, base: Tensor, a: Tensor | None, b: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(h, scale, ends, base, a, b)
+        return ExpertWeight(base, a, b).linear(swiglu(h, scale), ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        h, scale, ends, *weights = ctx.saved_tensors
+        down, is_trained = ExpertWeight(*weights), ctx.needs_input_grad[3:]
+        hidden, dh, dscale = swiglu_backward(h, scale, down.transposed(dy, ends))
+        gradients = iter(down.gradients(hidden, dy, ends, is_trained))
+        return dh, dscale, None, *(next(gradients) if trained else None for trained in is_trained)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -1,11 +1,14 @@
-"""SwiGLU with a weight per row, and sums of gathered rows: Triton kernels on GPUs, plain PyTorch elsewhere.
+"""SwiGLU with a weight per row, copies of rows, and their sums.
 
-Both compute in fp32, and in float64 for float64. Only PyTorch computes float64, also on a GPU.
+Triton kernels compute them on a GPU, and PyTorch on a CPU, or if they have float64. Sums and SwiGLU are
+computed in fp32 or wider. All are operators, which torch.compile does not trace. None is differentiable.
 
-n rows, m hidden size of an expert, d width of a row, w rows per sum.
+n rows, m hidden size of an expert, d width of a row, w copies of a row.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024  # columns per program of ``sum_rows``
+from titan_tree.components.operators import as_operator
+
+BLOCK = 1024  # columns per program of ``copy_rows`` and ``sum_rows``
 
 
+@as_operator
 def swiglu(h: Tensor, scale: Tensor) -> Tensor:
     """Returns silu(gate) * up * scale, [n, m] in h's dtype.
 
@@ -27,11 +33,11 @@ def swiglu(h: Tensor, scale: Tensor) -> Tensor:
         gate, up = h.to(scale.dtype).chunk(2, dim=1)
         return (F.silu(gate) * up * scale).to(h.dtype)
     hidden = h.new_empty(len(h), h.shape[1] // 2)
-    if len(h):
-        _swiglu_kernel[(len(h),)](h, scale, hidden, *_columns(hidden))
+    _launch_swiglu(_swiglu_kernel, h, scale, hidden)
     return hidden
 
 
+@as_operator
 def swiglu_backward(h: Tensor, scale: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the result of ``swiglu``, and for its gradient [n, m] those of h and of scale."""
     if not _use_kernels(h):
@@ -40,38 +46,88 @@ def swiglu_backward(h: Tensor, scale: Tensor, grad: Tensor) -> tuple[Tensor, Ten
         d_gate = wide * scale * up * sigmoid * (1 + gate * (1 - sigmoid))
         dh = torch.cat([d_gate, wide * scale * silu], 1)
         return (silu * up * scale).to(h.dtype), dh.to(h.dtype), (wide * silu * up).sum(1, keepdim=True)
-    hidden, dh, dscale = torch.empty_like(grad), torch.empty_like(h), torch.empty_like(scale)
-    if len(h):
-        _swiglu_backward_kernel[(len(h),)](h, scale, grad, hidden, dh, dscale, *_columns(hidden))
+    hidden, dh, dscale = (t.new_empty(t.shape) for t in (grad, h, scale))
+    _launch_swiglu(_swiglu_backward_kernel, h, scale, grad, hidden, dh, dscale)
     return hidden, dh, dscale
 
 
+@as_operator
+def copy_rows(x: Tensor, index: Tensor, num_rows: int) -> Tensor:
+    """Returns [num_rows, d]: row i of x at each of the rows ``index[i]``. The transpose of ``sum_rows``.
+
+    Args:
+        x: [n, d].
+        index: [n, w] integers that name each of the rows once; -1 names none.
+    """
+    if _use_kernels(x):
+        out = x.new_empty(num_rows, x.shape[1])
+        _launch_rows(_copy_rows_kernel, x, index, out)
+        return out
+    is_named = index >= 0
+    row = is_named.nonzero()[:, 0]
+    return x[row.new_empty(num_rows).scatter(0, index[is_named].long(), row)]
+
+
+@as_operator
 def sum_rows(x: Tensor, index: Tensor) -> Tensor:
     """Returns [n, d]: the sums of the rows that ``index`` names, added from left to right.
 
     Args:
         x: [any, d].
-        index: [n, w] int32, rows of x; -1 adds nothing.
+        index: [n, w] integers, rows of x; -1 adds nothing.
     """
     if _use_kernels(x):
         out = x.new_empty(len(index), x.shape[1])
-        if len(index):
-            grid = (len(index), triton.cdiv(x.shape[1], BLOCK))
-            _sum_rows_kernel[grid](x, index, out, x.shape[1], index.shape[1], BLOCK)
+        _launch_rows(_sum_rows_kernel, x, index, out)
         return out
     total = x.new_zeros(len(index), x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
+    padded = F.pad(x, (0, 0, 0, 1))  # the row -1 is 0
     for rows in index.unbind(1):
-        (named,) = (rows >= 0).nonzero(as_tuple=True)
-        total[named] += x[rows[named]]
+        total += padded[rows]
     return total.to(x.dtype)
+
+
+@torch.library.register_fake("titan_tree::swiglu")
+def _(h: Tensor, scale: Tensor) -> Tensor:
+    return h.new_empty(h.shape[0], h.shape[1] // 2)
+
+
+@torch.library.register_fake("titan_tree::swiglu_backward")
+def _(h: Tensor, scale: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return grad.new_empty(grad.shape), h.new_empty(h.shape), scale.new_empty(scale.shape)
+
+
+@torch.library.register_fake("titan_tree::copy_rows")
+def _(x: Tensor, index: Tensor, num_rows: int) -> Tensor:
+    return x.new_empty(num_rows, x.shape[1])
+
+
+@torch.library.register_fake("titan_tree::sum_rows")
+def _(x: Tensor, index: Tensor) -> Tensor:
+    return x.new_empty(index.shape[0], x.shape[1])
 
 
 def _use_kernels(x: Tensor) -> bool:
     return x.is_cuda and x.dtype != torch.float64
 
 
-def _columns(hidden: Tensor) -> tuple[int, int]:
-    return hidden.shape[1], triton.next_power_of_2(hidden.shape[1])
+def _launch_swiglu(kernel: Any, h: Tensor, *tensors: Tensor) -> None:
+    """Launches one program per row."""
+    m = h.shape[1] // 2
+    if len(h):
+        with torch.cuda.device_of(h):
+            inputs = (t.contiguous() for t in (h, *tensors))
+            kernel[(len(h),)](*inputs, M=m, BLOCK=triton.next_power_of_2(m))
+
+
+def _launch_rows(kernel: Any, x: Tensor, index: Tensor, out: Tensor) -> None:
+    """Launches one program for BLOCK columns of each row of ``index``."""
+    d = x.shape[1]
+    if len(index):
+        with torch.cuda.device_of(x):
+            kernel[(len(index) * triton.cdiv(d, BLOCK),)](
+                x.contiguous(), index.contiguous(), out, D=d, WIDTH=index.shape[1], BLOCK=BLOCK
+            )
 
 
 @triton.jit
@@ -106,13 +162,30 @@ def _swiglu_backward_kernel(h, scale, grad, hidden, dh, dscale, M: tl.constexpr,
 
 
 @triton.jit
+def _block_of_row(D: tl.constexpr, BLOCK: tl.constexpr):
+    """The row of a program, its columns and their mask."""
+    blocks: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // blocks).to(tl.int64)  # row * D overflows int32
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    return row, column, column < D
+
+
+@triton.jit
+def _copy_rows_kernel(x, index, out, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row, column, mask = _block_of_row(D, BLOCK)
+    value = tl.load(x + row * D + column, mask=mask)
+    for j in tl.static_range(WIDTH):
+        target = tl.load(index + row * WIDTH + j).to(tl.int64)
+        is_row = tl.where(target >= 0, mask, False)  # triton 3.9's interpreter cannot use mask & scalar
+        tl.store(out + target * D + column, value, mask=is_row)
+
+
+@triton.jit
 def _sum_rows_kernel(x, index, out, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < D
+    row, column, mask = _block_of_row(D, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
-    for j in range(WIDTH):
+    for j in tl.static_range(WIDTH):
         source = tl.load(index + row * WIDTH + j).to(tl.int64)
-        is_row = tl.where(source >= 0, mask, False)  # triton 3.9's interpreter cannot load with mask & scalar
+        is_row = tl.where(source >= 0, mask, False)
         total += tl.load(x + source * D + column, mask=is_row, other=0.0).to(tl.float32)
     tl.store(out + row * D + column, total.to(out.dtype.element_ty), mask=mask)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_tree.components.moe.experts import ExpertWeight
-from titan_tree.components.moe.kernels import sum_rows, swiglu, swiglu_backward
+from titan_tree.components.moe.kernels import copy_rows, sum_rows, swiglu, swiglu_backward
 from titan_tree.distributed.experts.exchange import (
     Arrived,
     TokenHalf,
@@ -91,7 +91,7 @@ def sharded_experts(
         wait()
         y = a.rows[half.arrived]
         if len(y):
-            h = first.linear(y.index_select(0, _source(a, half)), ends)
+            h = first.linear(_copies(y, a, half), ends)
             y = second.linear(swiglu(h, a.scale[half.copies]), ends)
             y = sum_rows(y, a.copy[half.arrived])
         returns.append(start_all_to_all(returned[half.own], y, half.sent, half.received, group))
@@ -163,9 +163,9 @@ def _trained(weights: list[Tensor | None], is_trained: list[bool]) -> list[Tenso
     return [w for w, trained in zip(weights, is_trained, strict=True) if trained and w is not None]
 
 
-def _source(a: Arrived, half: TokenHalf) -> Tensor:
-    """Returns for each copy of a half the row of the half that it is a copy of."""
-    return a.slot[half.copies] // a.copy.shape[1] - half.arrived.start
+def _copies(rows: Tensor, a: Arrived, half: TokenHalf) -> Tensor:
+    """Returns the copies of the rows of a half."""
+    return copy_rows(rows, a.copy[half.arrived], half.copies.stop - half.copies.start)
 
 
 def _backward_of_half(
@@ -175,10 +175,9 @@ def _backward_of_half(
 
     It also returns what the gradients of gate_up and of down are computed from.
     """
-    source, scale = _source(a, half), a.scale[half.copies]
-    copies, dy = a.rows[half.arrived].index_select(0, source), drows.index_select(0, source)
+    copies, dy = _copies(a.rows[half.arrived], a, half), _copies(drows, a, half)
     h = gate_up.linear(copies, ends)
-    hidden, dh, dscale = swiglu_backward(h, scale, down.transposed(dy, ends))
+    hidden, dh, dscale = swiglu_backward(h, a.scale[half.copies], down.transposed(dy, ends))
     return gate_up.transposed(dh, ends), dscale, ((copies, dh), (hidden, dy))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from titan_tree.components.lora import FACTOR, LoRA, add_factors, factors, is_factor, is_transposed, merged
 from titan_tree.components.moe import Experts
-from titan_tree.components.moe.experts import ExpertWeight, Gather, Spread, inverse_permutation
+from titan_tree.components.moe.experts import ExpertWeight, Gather, Spread, sort_copies, spread_values
 from titan_tree.errors import UserError, unknown_name
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.models.weights import CHECKPOINTED, ElementDraws, WeightShards, draw_weights
@@ -215,16 +215,16 @@ def _forward(experts: Any, x: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
         expert: [N, k] int64.
         weight: [N, k].
     """
-    order = expert.flatten().argsort(stable=True)
-    inverse, sorted_experts = inverse_permutation(order), expert.flatten()[order]
+    index = sort_copies(expert)
+    sorted_experts = spread_values(expert, index)
     ends = torch.searchsorted(
         sorted_experts, torch.arange(experts.num_experts, device=x.device), right=True, out_int32=True
     )
-    copies = Spread.apply(x, order, inverse, expert.shape[1])
+    copies = Spread.apply(x, index)
     hidden = experts._apply_gate(_linear(experts, "gate_up_proj", copies, ends, sorted_experts))
     out = _linear(experts, "down_proj", hidden, ends, sorted_experts)
-    weighted = out * Spread.apply(weight.reshape(-1, 1), order, inverse, 1)
-    return Gather.apply(weighted.to(x.dtype), order, inverse, expert.shape[1])
+    weighted = out * spread_values(weight, index).unsqueeze(1)
+    return Gather.apply(weighted.to(x.dtype), index)
 
 
 def _linear(experts: Any, name: str, x: Tensor, ends: Tensor, sorted_experts: Tensor) -> Tensor:
