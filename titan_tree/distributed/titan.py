@@ -19,7 +19,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.tools.profiler import Profiler
 from torchtitan.tools.utils import get_peak_flops
 
-from titan_tree.components import tree_attention  # noqa: F401  # registers titan_tree::tree_attention
+from titan_tree.components import moe, tree_attention  # noqa: F401  # registers operators
 from titan_tree.distributed import sequence_parallel  # noqa: F401  # registers operators
 from titan_tree.distributed.experts import exchange  # noqa: F401  # registers operators
 from titan_tree.errors import warnings_hidden
@@ -44,14 +44,14 @@ def peak_flops(device_name: str) -> float:
 
 
 class TreeSelectiveAC(SelectiveAC):
-    """torchtitan's selective activation checkpointing, which also stores tree attention and exchanged tokens.
+    """torchtitan's selective activation checkpointing, which also stores what operators of titan_tree return.
 
-    Neither the outputs of tree attention nor what arrives from other ranks is recomputed.
+    The outputs of tree attention, the choice of experts, and what arrives from other ranks are not recomputed.
     """
 
     def get_save_ops(self) -> set:
         ops = torch.ops.titan_tree
-        saved = ops.tree_attention, ops.count_rows, ops.dispatch, ops.to_heads, ops.to_tokens
+        saved = ops.tree_attention, ops.top_k, ops.count_rows, ops.dispatch, ops.to_heads, ops.to_tokens
         return super().get_save_ops() | {operator.default for operator in saved}
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:

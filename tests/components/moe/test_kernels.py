@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from titan_tree.components.moe import kernels
-from titan_tree.components.moe.kernels import copy_rows, sum_rows, swiglu, swiglu_backward
+from titan_tree.components.moe.kernels import copy_rows, sum_rows, swiglu, swiglu_backward, top_k
 
 
 @pytest.fixture(params=["torch", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -97,11 +97,33 @@ def test_copies_of_rows_are_the_transpose_of_sums(num_rows, width, columns, inde
     torch.testing.assert_close((got.cpu() * weight).sum(), (x * transposed).sum(), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize(("num_rows", "columns", "k"), [(0, 4, 2), (1, 1, 1), (37, 128, 8), (9, 60, 4)])
+def test_the_largest_of_each_row(num_rows, columns, k, device):
+    x = torch.randn(num_rows, columns)
+    want = x.topk(k).indices
+    assert torch.equal(top_k(x.to(device), k).cpu(), want)
+
+
+def test_the_first_of_equal_numbers_comes_first_in_kernels(device):
+    """A choice has different columns also if numbers are equal, infinite or not numbers."""
+    x = torch.randn(6, 40)
+    x[0] = 0.5
+    x[1, ::2], x[2], x[3], x[4, 7] = 9.0, -torch.inf, torch.nan, torch.inf
+    got = top_k(x.to(device), 8).cpu()
+    assert ((got >= 0) & (got < 40)).all()
+    assert (got.sort(1).values.diff(dim=1) > 0).all()
+    assert torch.equal(x.gather(1, got)[[0, 1, 2, 4, 5]], x.topk(8).values[[0, 1, 2, 4, 5]])
+    if device == "cuda" or kernels._use_kernels(x):
+        assert got[0].tolist() == list(range(8))
+        assert got[1].tolist() == list(range(0, 16, 2))
+
+
 OPERATORS = {
     "swiglu": (swiglu, (torch.randn(5, 16), torch.rand(5, 1))),
     "swiglu_backward": (swiglu_backward, (torch.randn(5, 16), torch.rand(5, 1), torch.randn(5, 8))),
     "copy_rows": (copy_rows, (torch.randn(2, 8), torch.tensor([[0, 2], [1, -1]]), 3)),
     "sum_rows": (sum_rows, (torch.randn(3, 8), torch.tensor([[0, 2], [1, -1]]))),
+    "top_k": (top_k, (torch.randn(5, 16), 3)),
 }
 
 

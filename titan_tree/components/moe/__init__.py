@@ -5,8 +5,9 @@ ever drops a token. Only sums over tokens depend on the tree (``Routing``): ther
 path through it.
 
     __init__   MoE: router, routed experts and shared expert; ExpertInfo: all mixtures of a model
+    router     the router's logits
     experts    the routed experts' matrix products
-    kernels    their SwiGLU, copies of rows and sums of rows
+    kernels    their SwiGLU, copies of rows, sums of rows, and the choice of experts
     routing    Routing, and RouterLoss and RouterBias, which balance experts
 
 N tokens, L layers with experts, k experts of a token, E experts, d hidden size, m intermediate size of an
@@ -24,6 +25,8 @@ from torch.distributed import ProcessGroup
 
 from titan_tree.components.lora import factors
 from titan_tree.components.moe.experts import Dispatcher, ExpertWeight, expert_mlps
+from titan_tree.components.moe.kernels import top_k
+from titan_tree.components.moe.router import router_logits
 from titan_tree.components.moe.routing import RouterBias, RouterLoss, Routing, router_metrics
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import ExpertSizes
@@ -119,7 +122,7 @@ class MoE(nn.Module):
             The sums [N, d] in x's dtype, the routing of the N tokens, and the experts of each, [N, k] int16.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), self.gate.weight.to(wide))
+        logits = router_logits(x, self.gate.weight)
         if self.sigmoid_scale is None:
             probability = logits.softmax(-1)
             choice = probability.detach()
@@ -129,7 +132,7 @@ class MoE(nn.Module):
             choice = score.detach() + self.gate.get_parameter(BIAS).to(wide)
         if self.e_score_correction_bias is not None:
             choice = choice + self.e_score_correction_bias
-        expert = choice.topk(self.top_k, dim=-1).indices
+        expert = top_k(choice, self.top_k)
         if forced_experts is not None:
             expert = torch.where(forced_experts >= 0, forced_experts.to(expert.dtype), expert)
         is_chosen = torch.zeros_like(probability, dtype=torch.bool).scatter(1, expert, True)

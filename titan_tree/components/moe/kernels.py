@@ -1,4 +1,4 @@
-"""SwiGLU with a weight per row, copies of rows, and their sums.
+"""SwiGLU with a weight per row, copies of rows, their sums, and the largest numbers of rows.
 
 Triton kernels compute them on a GPU, and PyTorch on a CPU, or if they have float64. Sums and SwiGLU are
 computed in fp32 or wider. All are operators, which torch.compile does not trace. None is differentiable.
@@ -87,6 +87,26 @@ def sum_rows(x: Tensor, index: Tensor) -> Tensor:
     return total.to(x.dtype)
 
 
+@as_operator
+def top_k(x: Tensor, k: int) -> Tensor:
+    """Returns the columns of the k largest values in each row of x [N, E], largest first: [N, k] int64.
+
+    In fp32 on a GPU, the first of equal values comes first.
+    """
+    if not _use_kernels(x):
+        return x.topk(k, dim=-1).indices
+    num_rows, num_columns = x.shape
+    out = torch.empty(num_rows, k, dtype=torch.int64, device=x.device)
+    block = triton.next_power_of_2(num_columns)
+    rows = max(2048 // block, 1)
+    if num_rows:
+        with torch.cuda.device_of(x):
+            _top_k_kernel[(triton.cdiv(num_rows, rows),)](
+                x.contiguous(), out, num_rows, E=num_columns, K=k, ROWS=rows, BLOCK=block
+            )
+    return out
+
+
 @torch.library.register_fake("titan_tree::swiglu")
 def _(h: Tensor, scale: Tensor) -> Tensor:
     return h.new_empty(h.shape[0], h.shape[1] // 2)
@@ -105,6 +125,11 @@ def _(x: Tensor, index: Tensor, num_rows: int) -> Tensor:
 @torch.library.register_fake("titan_tree::sum_rows")
 def _(x: Tensor, index: Tensor) -> Tensor:
     return x.new_empty(index.shape[0], x.shape[1])
+
+
+@torch.library.register_fake("titan_tree::top_k")
+def _(x: Tensor, k: int) -> Tensor:
+    return x.new_empty(x.shape[0], k, dtype=torch.int64)
 
 
 def _use_kernels(x: Tensor) -> bool:
@@ -189,3 +214,20 @@ def _sum_rows_kernel(x, index, out, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK:
         is_row = tl.where(source >= 0, mask, False)
         total += tl.load(x + source * D + column, mask=is_row, other=0.0).to(tl.float32)
     tl.store(out + row * D + column, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _top_k_kernel(x, out, N, E: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = (row < N)[:, None] & (column < E)
+    value = tl.load(x + row[:, None].to(tl.int64) * E + column, mask=mask, other=0.0)
+    # The upper half of a key is an integer in the order of the numbers, and the lower half makes it unique.
+    bits = value.to(tl.int32, bitcast=True)
+    key = (bits ^ (bits >> 31 & 0x7FFFFFFF)).to(tl.int64) * 4294967296 + (BLOCK - 1 - column)
+    key = tl.where(mask, key, -9223372036854775808)
+    for j in tl.static_range(K):
+        largest = tl.max(key, 1)
+        place = row.to(tl.int64) * K + j
+        tl.store(out + place, BLOCK - 1 - (largest & 4294967295), mask=row < N)
+        key = tl.where(key == largest[:, None], -9223372036854775808, key)
