@@ -1,4 +1,4 @@
-"""Sampling on a GPU: CUDA graphs, several bundles of a context, several batches."""
+"""Sampling on a GPU: CUDA graphs, rows that share keys, several batches."""
 
 import random
 
@@ -8,7 +8,6 @@ import torch
 from titan_tree import build_model, tree_logprobs
 from titan_tree.rl import cached_sampler
 from titan_tree.rl.cached_sampler import CachedSampler
-from titan_tree.rl.context_cache import product
 
 pytestmark = pytest.mark.gpu
 STOP = 7
@@ -30,7 +29,7 @@ def test_logprobs_of_the_sampler_are_those_of_the_trainer(
     model = build_model("qwen3", "debug", vocab_size=64, attention="reference").cuda().to(dtype)
     draw = random.Random(0)
     contexts = [[draw.randrange(64) for _ in range(draw.choice([1, 20, 90]))] for _ in range(12)]
-    contexts += [contexts[0]] * 20 + [contexts[1]] * 3  # more rows than a bundle has places
+    contexts += [contexts[0]] * 20 + [contexts[1]] * 3  # more rows than a tile has
     limits = [draw.randrange(1, 100) for _ in contexts]
     turns = CachedSampler(model).sample(contexts, limits, STOP, range(3, 3 + len(contexts)))
     assert turns == CachedSampler(model).sample(contexts, limits, STOP, range(3, 3 + len(contexts)))
@@ -42,15 +41,3 @@ def test_logprobs_of_the_sampler_are_those_of_the_trainer(
         torch.testing.assert_close(
             score[-len(turn.tokens) :].float().cpu(), torch.tensor(turn.logprobs), atol=tolerance, rtol=0
         )
-
-
-@pytest.mark.parametrize("size", [7, 16])  # only the second is aligned
-def test_products_of_bf16_are_not_rounded_to_bf16(size: int) -> None:
-    torch.manual_seed(0)
-    keys = torch.randn(3, 2, size, 32, device="cuda", dtype=torch.bfloat16)
-    weights = torch.randn(3, 2, 5, 3 * size, device="cuda", dtype=torch.bfloat16)[..., size : 2 * size]
-    out = product(weights, keys)
-    assert out.dtype == torch.float32
-    torch.testing.assert_close(out.double(), weights.double() @ keys.double(), atol=1e-4, rtol=0)
-    scores = product(keys, keys.mT)
-    torch.testing.assert_close(scores.double(), keys.double() @ keys.double().mT, atol=1e-4, rtol=0)

@@ -5,7 +5,7 @@ search.py            a bundled environment: questions that need several searches
 sampler.py           the protocols Sampler and RemoteSampler, and Completion, a sampled turn
 truncation.py        top-p, top-k and min-p sampling, and the ids that it kept
 cached_sampler.py    samples from the weights of a dense model that is trained
-context_cache.py     its keys and values, which rows with an equal context share
+tree_cache.py        its keys and values, one for each distinct token of the contexts
 generate_sampler.py  samples from the weights of any other model, through transformers
 server/              samples from a server of vLLM or SGLang, and sends it the trained weights
 rollouts.py          Rollout; Chat, which turns messages into tokens; play, which samples rollouts

@@ -11,33 +11,32 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import TypeGuard
+from typing import TypeGuard, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from titan_tree.components.tree_attention.plan import DecodingPlan
 from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.errors import UserError
 from titan_tree.models.block import Attention
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.layers import MLP
+from titan_tree.models.layers import MLP, Rope
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.rl.context_cache import Bundles, ContextCache
 from titan_tree.rl.sampler import Completion, at_temperature, draw, longest_row, uniforms
+from titan_tree.rl.tree_cache import Forest, TreeCache
 from titan_tree.rl.truncation import ALL_IDS, KeptIds, Truncation
 from titan_tree.tree.layout import TreeLayout
-from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_tree import TokenTree, common_prefix, lexicographic_order
 
 SHRINK = 0.8  # on a CPU, finished rows are dropped once at most this share of the batch is unfinished
 SLOTS = 256  # a step reads up to this many empty slots of a turn; a smaller number needs more CUDA graphs
 READ = 32_768  # distinct tokens of contexts that one pass reads
 CPU_READ = 1024  # fewer on a CPU, where attention has a dense mask
 CACHE_SHARE = 0.4  # share of the GPU's memory that a cache may take
-# Takes a layer's index, queries [B, S, H, D], and keys and values [B, S, K, D]. Returns [B, S, H, D].
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# Takes queries [n, H, D], and the cached keys and values of a layer [M, K, D]. Returns [n, H, D].
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Step = Callable[[Tensor, Tensor], Tensor]  # takes tokens [B] and a slot [1], returns logits [B, V]
 
 
@@ -45,8 +44,9 @@ class CachedSampler:
     """Samples all contexts as one batch, a token at a time, with a cache of keys and values.
 
     On a GPU, several batches share its memory one after the other. The contexts of a batch are computed as
-    token trees. Keys and values of equal contexts are stored, and read for each new token, once for up to 16
-    rows, as in Hydragen (arXiv:2402.05099). Log-probs are those of ``tree_logprobs`` up to rounding.
+    token trees. A token that several contexts begin with has one key and value, which attention reads once
+    for up to 16 rows, as in Hydragen (arXiv:2402.05099).
+    Log-probs are those of ``tree_logprobs`` up to rounding.
 
     Args:
         model: a dense decoder of titan_tree. The sampler uses its current weights, which must not be sharded
@@ -90,31 +90,17 @@ class CachedSampler:
     ) -> list[Completion]:
         completions = [Completion([], []) for _ in contexts]
         kept: list[tuple[list[int], KeptIds]] = []  # for each token: the contexts of its rows, and their ids
-        cache = self._read(contexts, max(max_tokens))
-        last_tokens = self._tensor([context[-1] for context in contexts])
-        slot = self._tensor([0])
+        cache, context_of_row, logits = self._read(contexts, max(max_tokens) - 1)
         uniform = torch.tensor(uniforms(seeds, max(max_tokens)), dtype=torch.float64, device=self._device)
-        context_of_row = list(range(len(contexts)))
-        unfinished_rows = list(context_of_row)
+        uniform = uniform[self._tensor(context_of_row)]
+        slot = self._tensor([0])
         num_slots = 0  # number of slots of a turn that ``step`` reads
         for position in range(max(max_tokens)):
-            if not unfinished_rows:
-                break
-            if self._device.type == "cpu" and len(unfinished_rows) <= SHRINK * len(context_of_row):
-                rows = self._tensor(unfinished_rows)
-                last_tokens, uniform, cache = last_tokens[rows], uniform[rows], cache.select(rows)
-                context_of_row = [context_of_row[row] for row in unfinished_rows]
-                num_slots = 0
-            if position >= num_slots:
-                num_slots = position + SLOTS
-                extend = partial(self._extend, cache=cache.first_slots(num_slots))
-                step = self._graphs.capture(extend, last_tokens, slot)
-            logits = self.truncation.apply(at_temperature(step(last_tokens, slot), self.temperature))
+            logits = self.truncation.apply(at_temperature(logits, self.temperature))
             last_tokens, logprobs_of_rows = draw(logits, uniform[:, position])
             tokens, logprobs, sizes = on_host(last_tokens, logprobs_of_rows, self.truncation.sizes(logits))
             if self.truncation.is_on:
                 kept.append((context_of_row, KeptIds.of(logits, sizes)))
-            slot += 1
             unfinished_rows = []
             for row, (i, token, logprob) in enumerate(zip(context_of_row, tokens, logprobs, strict=True)):
                 turn, turn_logprobs, *_ = completions[i]
@@ -124,6 +110,19 @@ class CachedSampler:
                 turn_logprobs.append(logprob)
                 if token != stop and len(turn) < max_tokens[i]:
                     unfinished_rows.append(row)
+            if not unfinished_rows:
+                break
+            if self._device.type == "cpu" and len(unfinished_rows) <= SHRINK * len(context_of_row):
+                rows = self._tensor(unfinished_rows)
+                last_tokens, uniform, cache = last_tokens[rows], uniform[rows], cache.select(rows)
+                context_of_row = [context_of_row[row] for row in unfinished_rows]
+                num_slots = 0
+            if position >= num_slots:
+                num_slots = position + SLOTS
+                extend = partial(self._extend, cache=cache, plan=cache.plan(num_slots))
+                step = self._graphs.capture(extend, last_tokens, slot)
+            logits = step(last_tokens, slot)
+            slot += 1
         if not self.truncation.is_on:
             return completions
         masks: list[list[np.ndarray]] = [[] for _ in contexts]
@@ -139,8 +138,8 @@ class CachedSampler:
     def _device(self) -> torch.device:
         return self.model.embed_tokens.weight.device
 
-    def _tensor(self, values: Sequence[int] | Sequence[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self._device)
+    def _tensor(self, values: Sequence[int] | np.ndarray) -> Tensor:
+        return torch.as_tensor(values, device=self._device)
 
     def _rows(self, size: int) -> int:
         """Returns how many rows of ``size`` tokens are sampled at once."""
@@ -151,52 +150,49 @@ class CachedSampler:
         memory = torch.cuda.get_device_properties(self._device).total_memory
         return max(1, int(CACHE_SHARE * memory) // (row_elements * weight.itemsize))
 
-    def _read(self, contexts: Sequence[Sequence[int]], turn: int) -> ContextCache:
-        """Returns a cache with all but the last token of each context, and room for ``turn`` tokens.
+    def _read(self, contexts: Sequence[Sequence[int]], turn: int) -> tuple[TreeCache, list[int], Tensor]:
+        """Computes keys and values of all contexts, each distinct token once.
 
-        Contexts are read as token trees, so tokens that they share are computed once. The cache also has the
-        last token of a context, and padding, which decoding does not see there.
+        Returns:
+            A cache with room for ``turn`` tokens per row, the context of each of its rows, and the logits
+            [B, V] of these rows' next tokens.
         """
         config, weight = self.model.config, self.model.embed_tokens.weight
-        distinct: dict[tuple[int, ...], int] = {}
-        index = [distinct.setdefault(tuple(context), len(distinct)) for context in contexts]
-        bundles, _ = Bundles.of(index, weight.device)
-        paths = [TokenPath(contexts[row]) for row in bundles.rows[:, 0].tolist()]
+        forest = Forest.of(contexts, turn)
+        sizes = len(forest.end), config.num_key_value_heads, config.head_dim
+        # Zeros, because attention multiplies values that a row does not see by 0, and 0 * nan is nan.
+        cache = TreeCache.of(forest, turn, weight.new_zeros(config.num_hidden_layers, 2, *sizes))
+        limit = CPU_READ if self._device.type == "cpu" else READ
+        starts = range(0, len(forest.contexts), limit)
+        hidden = torch.cat([self._read_tokens(forest, start, start + limit, cache) for start in starts])
+        return cache, forest.row.tolist(), self._logits(hidden[self._tensor(forest.last)])
 
-        def empty(rows: int, size: int) -> Tensor:
-            sizes = rows, config.num_key_value_heads, aligned(size), config.head_dim
-            return weight.new_zeros(config.num_hidden_layers, 2, *sizes)
+    def _read_tokens(self, forest: Forest, start: int, stop: int, cache: TreeCache) -> Tensor:
+        """Computes tokens start .. stop - 1 of the contexts. The tokens before them must be in the cache.
 
-        shared, turns = empty(len(paths), max(map(len, contexts))), empty(len(contexts), turn)
-        for numbers in in_trees(paths, CPU_READ if self._device.type == "cpu" else READ):
-            self._read_tree(TokenTree.from_paths([paths[i] for i in numbers]), numbers, shared)
-        length = self._tensor([len(context) - 1 for context in contexts])
-        return ContextCache(shared, turns, length, bundles)
-
-    def _read_tree(self, tree: TokenTree, numbers: Sequence[int], shared: Tensor) -> None:
-        """Reads a tree once, and writes the keys and values of path i to row ``numbers[i]`` of ``shared``.
-
-        Args:
-            shared: [L, 2, U, K, P, D], see ``ContextCache.context``.
+        Returns:
+            Hidden states [n, d].
         """
-        of_bundle = np.repeat(numbers, np.diff(tree.path_offsets))
-        arrays = tree.tokens, tree.positions, tree.subtree_end, tree.path_index, of_bundle
-        tokens, positions, subtree_end, source, bundle = (
-            torch.from_numpy(array).to(shared.device) for array in arrays
+        tree = forest.contexts
+        tokens, positions = tree.tokens[start:stop], tree.positions[start:stop]
+        n, end = len(tokens), tree.subtree_end
+        seen = np.append(np.flatnonzero(end[:start] > start), np.arange(start, start + n))
+        layout = self.model.prepare(
+            TreeLayout(
+                positions=self._tensor(positions),
+                subtree_end=self._tensor(np.searchsorted(seen, end[seen]).astype(np.int32)),
+                key_index=self._tensor(np.arange(len(seen) - n, len(seen), dtype=np.int32)),
+            )
         )
-        index = torch.arange(len(tree), dtype=torch.int32, device=shared.device)
-        layout = self.model.prepare(TreeLayout(positions=positions, subtree_end=subtree_end, key_index=index))
-        position = positions[source]
+        columns = self._tensor(forest.column[seen])
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            shared[layer, 0, bundle, :, position] = k[0, source]
-            shared[layer, 1, bundle, :, position] = v[0, source]
-            return self.model.attention(q[0], k[0], v[0], layout)[None]
+        def attend(q: Tensor, *keys_values: Tensor) -> Tensor:
+            return self.model.attention(q, *(x[columns] for x in keys_values), layout)
 
-        self._run(tokens[None], positions[None], attend)
+        return self._run(self._tensor(tokens), layout.positions, columns[-n:], cache.keys_values, attend)
 
-    def _extend(self, tokens: Tensor, slot: Tensor, cache: ContextCache) -> Tensor:
-        """Reads one token per row, and writes its keys and values to a slot of the turn.
+    def _extend(self, tokens: Tensor, slot: Tensor, cache: TreeCache, plan: DecodingPlan | None) -> Tensor:
+        """Computes one token per row, which comes to a slot of its turn.
 
         Args:
             tokens: [B].
@@ -205,32 +201,52 @@ class CachedSampler:
         Returns:
             Logits [B, V] after the tokens.
         """
-        mask = cache.mask(slot)
+        position, column = cache.position + slot, cache.slot + slot
+        attend = partial(cache.attention, position=position, column=column.int(), plan=plan)
+        return self._logits(self._run(tokens, position, column, cache.keys_values, attend))
 
-        def attend(layer: int, *qkv: Tensor) -> Tensor:
-            return cache.attend(layer, slot, mask, *(x[:, 0] for x in qkv))[:, None]
+    def _run(
+        self, tokens: Tensor, position: Tensor, column: Tensor, keys_values: Tensor, attend: Attend
+    ) -> Tensor:
+        """Runs all layers on n tokens, and writes their keys and values to columns of a cache.
 
-        x = self._run(tokens[:, None], (cache.length + slot)[:, None], attend)[:, 0]
+        Args:
+            tokens, position, column: [n].
+            keys_values: [L, 2, M, K, D].
+
+        Returns:
+            Hidden states [n, d].
+        """
+        model = self.model
+        rope = model.make_rope(position)
+        x = F.embedding(tokens, model.embed_tokens.weight)
+        for block, (keys, values) in zip(model.blocks, keys_values, strict=True):
+            mixer = cast(Attention, block.mixer)
+            q, k, v = _before(block.input_layernorm, mixer, x, rope)
+            keys.index_copy_(0, column, k)
+            values.index_copy_(0, column, v)
+            x = _after(mixer, block.post_attention_layernorm, block.mlp, x, attend(q, keys, values))
+        return x
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Returns logits [n, V] from hidden states [n, d]."""
         model = self.model
         head = model.embed_tokens.weight if model.output_weight is None else model.output_weight
         return F.linear(model.norm(x), head)
 
-    def _run(self, tokens: Tensor, position: Tensor, attend: Attend) -> Tensor:
-        """Runs all layers on tokens [B, S] at position [B, S]. Returns hidden states [B, S, d]."""
-        model = self.model
-        rope = model.make_rope(position.flatten())
-        x = F.embedding(tokens, model.embed_tokens.weight)
-        for i, block in enumerate(model.blocks):
-            mixer, h = block.mixer, block.input_layernorm(x)
-            assert isinstance(mixer, Attention)
-            assert isinstance(block.mlp, MLP)
-            projections = (mixer.q_proj, mixer.k_proj, mixer.v_proj)
-            q, k, v = (p(h).unflatten(-1, (-1, model.config.head_dim)).flatten(0, 1) for p in projections)
-            q, k = rope.rotate(mixer.q_norm(q)), rope.rotate(mixer.k_norm(k))
-            out = attend(i, *(y.unflatten(0, tokens.shape) for y in (q, k, v)))
-            x = x + mixer.o_proj(out.flatten(-2))
-            x = x + block.mlp(block.post_attention_layernorm(x))
-        return x
+
+def _before(norm: nn.Module, mixer: Attention, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the queries [n, H, D], and keys and values [n, K, D], of a layer with input x [n, d]."""
+    h = norm(x)
+    projections = mixer.q_proj, mixer.k_proj, mixer.v_proj
+    q, k, v = (projection(h).unflatten(-1, (-1, mixer.config.head_dim)) for projection in projections)
+    return rope.rotate(mixer.q_norm(q)), rope.rotate(mixer.k_norm(k)), v
+
+
+def _after(mixer: Attention, norm: nn.Module, mlp: nn.Module, x: Tensor, attended: Tensor) -> Tensor:
+    """Returns the output [n, d] of a layer with input x [n, d], from what its heads return, [n, H, D]."""
+    x = x + mixer.o_proj(attended.flatten(-2))
+    return x + mlp(norm(x))
 
 
 def is_dense_decoder(model: TreeModel) -> TypeGuard[Decoder]:
@@ -283,28 +299,6 @@ class Graphs:
             return result
 
         return replay
-
-
-def in_trees(paths: Sequence[TokenPath], limit: int) -> list[list[int]]:
-    """Returns groups of numbers of paths. The tree of a group has at most ``limit`` tokens, or one path.
-
-    Paths that begin alike come to the same group, as far as the limit allows.
-    """
-    groups: list[list[int]] = []
-    tokens, size, previous = [path.tokens for path in paths], limit, np.empty(0, np.int32)
-    for i in lexicographic_order(tokens):
-        new = len(tokens[i]) - common_prefix(previous, tokens[i])
-        if new and size + new > limit:
-            groups.append([])
-            size, new = 0, len(tokens[i])
-        groups[-1].append(i)
-        size, previous = size + new, tokens[i]
-    return groups
-
-
-def aligned(size: int) -> int:
-    """Returns ``size``, rounded up so that each row of a bf16 matrix starts at a multiple of 16 bytes."""
-    return math.ceil(size / 8) * 8
 
 
 def on_host(

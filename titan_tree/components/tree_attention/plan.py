@@ -32,6 +32,7 @@ QUERIES = 128  # queries per query block: there is one list per query block
 KEYS = 128  # keys per key block: the unit of ranges and of the list of key blocks
 PIECE = 32  # keys per piece: the unit of the finer list
 TILE = 64  # queries per tile: the unit of jobs
+DECODING_ROWS = 16  # queries per query block of a DecodingPlan
 
 # A key block's range of queries is cut into jobs. A job has at most 1 / JOBS of the tiles of all ranges.
 # Otherwise the multiprocessors that get the trunk, which all queries see, would finish last. With 8 key
@@ -91,6 +92,18 @@ class WindowPlan(NamedTuple):
     window_start: Tensor  # [N]: the depth of the first key in each query's window
 
 
+class DecodingPlan(NamedTuple):
+    """Int32 tensors for N queries, each the newest token of its path. nq = ceil(N / DECODING_ROWS).
+
+    Attributes: see ``Plan``.
+    """
+
+    key_blocks: Tensor
+    n_partial: Tensor
+    n_visible: Tensor
+    query_order: Tensor  # [nq]: query blocks, most work first
+
+
 def plan_of(columns: Sequence[Tensor]) -> Plan | WindowPlan:
     """Returns the plan that has these columns."""
     return Plan(*columns) if len(columns) == len(Plan._fields) else WindowPlan(*columns)
@@ -121,6 +134,20 @@ def prepare(layout: TreeLayout, window: int | None = None) -> Plan | WindowPlan:
     query_bounds = _block_bounds(column, QUERIES, pad=column[-1:])
     columns = *_key_blocks(end, *query_bounds), *_pieces(end, *query_bounds), *_ranges_and_jobs(end, column)
     return Plan(*(x.int() for x in columns))
+
+
+def decoding_plan(end: Tensor, first: Tensor, last: Tensor) -> DecodingPlan:
+    """Returns the plan for queries that move along their paths, from columns ``first`` to columns ``last``.
+
+    Args:
+        end: [M] int32, ``TreeLayout.subtree_end``; 0 for a key that no query sees.
+        first, last: [N] int32, ascending, the first and the last key column of each query.
+    """
+    lowest, _ = _block_bounds(first, DECODING_ROWS, pad=first[-1:])
+    _, highest = _block_bounds(last, DECODING_ROWS, pad=last[-1:])
+    lists, n_partial, n_visible = _key_blocks(end, lowest, highest)
+    order = n_visible.argsort(stable=True, descending=True)
+    return DecodingPlan(*(x.int() for x in (lists, n_partial, n_visible, order)))
 
 
 def max_parts(n: int, m: int) -> int:

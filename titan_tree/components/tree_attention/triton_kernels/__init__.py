@@ -17,11 +17,20 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_tree.components.tree_attention import operator
 from titan_tree.components.tree_attention.operator import Scoring
-from titan_tree.components.tree_attention.plan import KEYS, QUERIES, Plan, WindowPlan, empty_lse, prepare
+from titan_tree.components.tree_attention.plan import (
+    DECODING_ROWS,
+    KEYS,
+    QUERIES,
+    DecodingPlan,
+    Plan,
+    WindowPlan,
+    empty_lse,
+    prepare,
+)
 from titan_tree.components.tree_attention.triton_kernels import kernels
 from titan_tree.tree.layout import TreeLayout
 
-__all__ = ["attention", "backward", "forward", "is_automatic", "prepare", "refusal", "row_sums"]
+__all__ = ["attention", "backward", "decode", "forward", "is_automatic", "prepare", "refusal", "row_sums"]
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -91,6 +100,9 @@ TILES_FP32 = {
     128: Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
     256: Tiles(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
 }
+# A decoding pass has few queries. With more of them in a tile, fewer multiprocessors would have work.
+DECODING = {128: Tile(DECODING_ROWS, 128, 4, 2), 256: Tile(DECODING_ROWS, 64, 4, 2)}  # 16 bits, by head dim
+DECODING_FP32 = Tile(DECODING_ROWS, 16, 4, 1)
 
 
 @functools.cache
@@ -189,6 +201,28 @@ def forward(
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return o, lse
+
+
+def decode(q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, plan: DecodingPlan) -> Tensor:
+    """Returns the attention [N, H, D] of one query per path on the keys of a tree.
+
+    Args:
+        q: [N, H, D].
+        k, v: [M, Hkv, D]. Values must not be NaN, even if no query sees them.
+        end, column: see ``KernelBackend.forward``. A column lies between those that ``plan`` was made for.
+    """
+    (n, heads, dim), (m, heads_k, _) = q.shape, k.shape
+    o, lse, group = torch.empty_like(q), empty_lse(q), heads // heads_k
+    tile = DECODING_FP32 if q.dtype == torch.float32 else DECODING[128 if dim <= 128 else 256]
+    kernels._forward_kernel[(len(plan.query_order) * group, heads_k)](
+        *_in_parts(q, tile.block_q), *_in_parts(k, tile.block_k), _rows(v, tile.block_k),
+        _rows(o, tile.block_q), lse, end, column, *plan, None, None, None,
+        n, m, plan.key_blocks.shape[1], lse.shape[1], dim**-0.5,
+        G=group, DV=_padded(dim), BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, Q_SPLIT=1,
+        K_SPLIT=KEYS // tile.block_k, CAP=None, PRECISION=_precision(q),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return o
 
 
 def backward(

@@ -1,0 +1,127 @@
+"""TreeCache: keys and values for sampling. Tokens that several rows share are stored, and read, once.
+
+B rows, N distinct tokens of their contexts, T tokens of room for each turn, L layers, H query heads, K
+key-value heads, D head dim. The cache has M = N + B * T columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_tree.components.tree_attention import triton_kernels
+from titan_tree.components.tree_attention.plan import DecodingPlan, decoding_plan
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
+
+
+class Forest(NamedTuple):
+    """The tree of a batch's contexts, with a turn of its own for each row, which follows the row's context.
+
+    Columns number the tokens of both in DFS order, and rows come in this order, too.
+
+    Attributes:
+        contexts: the tree of N tokens.
+        row: [B], the index of each row among the contexts that were given.
+        path: [B], the path of ``contexts`` that is each row's context.
+        last: [B], the token of ``contexts`` that ends the context of each row.
+        column: [N], the column of each token.
+        slot: [B], the column of the first token of each turn. The others follow it.
+        end: [M], the exclusive end of each column's subtree, see ``TreeLayout``.
+    """
+
+    contexts: TokenTree
+    row: np.ndarray
+    path: np.ndarray
+    last: np.ndarray
+    column: np.ndarray
+    slot: np.ndarray
+    end: np.ndarray
+
+    @staticmethod
+    def of(contexts: Sequence[Sequence[int]], turn: int) -> Forest:
+        """Makes the forest of one row per context, of which several may be equal, and turns of size T."""
+        numbers: dict[tuple[int, ...], int] = {}
+        path = np.array([numbers.setdefault(tuple(context), len(numbers)) for context in contexts])
+        tree = TokenTree.from_paths([TokenPath(context) for context in numbers])
+        last = tree.path_index[tree.path_offsets[path + 1] - 1].astype(np.int64)
+        row = last.argsort(kind="stable")
+        last, path = last[row], path[row]
+        columns = np.arange(len(tree) + 1) + turn * np.searchsorted(last, np.arange(len(tree) + 1))
+        slot = last + 1 + turn * np.arange(len(last))
+        end = np.empty(columns[-1], np.int32)
+        end[columns[:-1]] = columns[tree.subtree_end]
+        end[slot[:, None] + np.arange(turn)] = slot[:, None] + turn
+        return Forest(tree, row, path, last, columns[:-1], slot, end)
+
+
+class TreeCache(NamedTuple):
+    """Keys and values of a forest.
+
+    Attributes:
+        keys_values: [L, 2, M, K, D].
+        end: [M] int32, see ``Forest``.
+        slot: [B], the column of the first token of each turn.
+        position: [B], the position of this token.
+        size: T.
+        path: [B, P + T], the columns of each row's context of up to P tokens, and of its turn. None on a GPU.
+    """
+
+    keys_values: Tensor
+    end: Tensor
+    slot: Tensor
+    position: Tensor
+    size: int
+    path: Tensor | None
+
+    @staticmethod
+    def of(forest: Forest, size: int, keys_values: Tensor) -> TreeCache:
+        """Returns the cache of a forest with turns of this size. ``keys_values`` must hold zeros."""
+        device = keys_values.device
+        position = forest.contexts.positions[forest.last] + 1
+        path = None
+        if device.type == "cpu":
+            path = torch.zeros(len(position), position.max() + size, dtype=torch.long)
+            for row, (i, slot) in enumerate(zip(forest.path, forest.slot, strict=True)):
+                columns = np.append(forest.column[forest.contexts.indices_of(i)], slot + np.arange(size))
+                path[row, : len(columns)] = torch.from_numpy(columns)
+        end, slot, position = (torch.from_numpy(x).to(device) for x in (forest.end, forest.slot, position))
+        return TreeCache(keys_values, end, slot, position, size, path)
+
+    def select(self, rows: Tensor) -> TreeCache:
+        """Returns the cache of some rows. It shares the memory of keys and values."""
+        path = None if self.path is None else self.path[rows]
+        return self._replace(slot=self.slot[rows], position=self.position[rows], path=path)
+
+    def plan(self, slots: int) -> DecodingPlan | None:
+        """Returns what ``attention`` reads on a GPU for the first ``slots`` tokens of each turn."""
+        if self.path is not None:
+            return None
+        slots = min(slots, self.size)
+        unused = self.slot[:, None] + torch.arange(slots, self.size, device=self.slot.device)
+        end = self.end.index_fill(0, unused.flatten(), 0)
+        return decoding_plan(end, self.slot.int(), self.slot.int() + (slots - 1))
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, column: Tensor, plan: DecodingPlan | None
+    ) -> Tensor:
+        """Returns the attention [B, H, D] of one token of each turn.
+
+        Args:
+            q: [B, H, D].
+            k, v: [M, K, D], keys and values of a layer.
+            position, column: [B], those of the token. Columns are int32.
+            plan: the result of ``plan``.
+        """
+        if plan is not None:
+            return triton_kernels.decode(q, k, v, self.end, column, plan)
+        assert self.path is not None
+        visible = torch.arange(self.path.shape[1]) <= position[:, None]
+        q, k, v = q[:, :, None], k[self.path].transpose(1, 2), v[self.path].transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None, None], enable_gqa=True)
+        return out[:, :, 0]
