@@ -45,7 +45,7 @@ class CachedSampler:
 
     On a GPU, several batches share its memory one after the other. The contexts of a batch are computed as
     token trees. A token that several contexts begin with has one key and value, which attention reads once
-    for up to 16 rows, as in Hydragen (arXiv:2402.05099).
+    for up to 16 rows, as in Hydragen (arXiv:2402.05099). If the model is compiled, so are the layers here.
     Log-probs are those of ``tree_logprobs`` up to rounding.
 
     Args:
@@ -220,12 +220,14 @@ class CachedSampler:
         model = self.model
         rope = model.make_rope(position)
         x = F.embedding(tokens, model.embed_tokens.weight)
+        is_compiled = model.last_norm._compiled_call_impl is not None
+        before, after = (_compiled_before, _compiled_after) if is_compiled else (_before, _after)
         for block, (keys, values) in zip(model.blocks, keys_values, strict=True):
             mixer = cast(Attention, block.mixer)
-            q, k, v = _before(block.input_layernorm, mixer, x, rope)
+            q, k, v = before(block.input_layernorm, mixer, x, rope)
             keys.index_copy_(0, column, k)
             values.index_copy_(0, column, v)
-            x = _after(mixer, block.post_attention_layernorm, block.mlp, x, attend(q, keys, values))
+            x = after(mixer, block.post_attention_layernorm, block.mlp, x, attend(q, keys, values))
         return x
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -247,6 +249,10 @@ def _after(mixer: Attention, norm: nn.Module, mlp: nn.Module, x: Tensor, attende
     """Returns the output [n, d] of a layer with input x [n, d], from what its heads return, [n, H, D]."""
     x = x + mixer.o_proj(attended.flatten(-2))
     return x + mlp(norm(x))
+
+
+_compiled_before = torch.compile(_before, fullgraph=True, dynamic=True)
+_compiled_after = torch.compile(_after, fullgraph=True, dynamic=True)
 
 
 def is_dense_decoder(model: TreeModel) -> TypeGuard[Decoder]:
