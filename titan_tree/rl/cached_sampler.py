@@ -23,7 +23,7 @@ from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.errors import UserError
 from titan_tree.models.block import Attention
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.layers import MLP, Rope
+from titan_tree.models.layers import MLP, Rope, at_least_fp32
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.rl.sampler import Completion, at_temperature, draw, longest_row, uniforms
 from titan_tree.rl.tree_cache import Forest, TreeCache
@@ -231,10 +231,12 @@ class CachedSampler:
         return x
 
     def _logits(self, x: Tensor) -> Tensor:
-        """Returns logits [n, V] from hidden states [n, d]."""
+        """Returns logits [n, V] from hidden states [n, d], on a GPU in fp32, as in training."""
         model = self.model
         head = model.embed_tokens.weight if model.output_weight is None else model.output_weight
-        return F.linear(model.norm(x), head)
+        x = model.norm(x)
+        wide = at_least_fp32(x)
+        return torch.mm(x, head.T, out_dtype=wide) if x.is_cuda and x.dtype != wide else F.linear(x, head)
 
 
 def _before(norm: nn.Module, mixer: Attention, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
