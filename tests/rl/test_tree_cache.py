@@ -70,7 +70,7 @@ def test_rows_see_their_contexts_and_their_own_turns(size: int) -> None:
             assert seen[-i - 1 :].tolist() == [slot + j for j in range(i + 1)]
 
 
-@pytest.mark.parametrize("limit", [1000, 40])
+@pytest.mark.parametrize("limit", [1000, 40, 13])
 def test_tokens_that_contexts_share_are_read_once(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass reads at most ``limit`` tokens. Keys, values and logits are those of each context alone."""
     monkeypatch.setattr(cached_sampler, "CPU_READ", limit)
@@ -85,8 +85,7 @@ def test_tokens_that_contexts_share_are_read_once(limit: int, monkeypatch: pytes
     with torch.no_grad():
         cache, context_of_row, logits = sampler._read(contexts, 3)
         prefixes = {tuple(context[: i + 1]) for context in contexts for i in range(len(context))}
-        full, rest = divmod(len(prefixes), limit)
-        assert sizes == [limit] * full + [rest]
+        assert sizes == [min(limit, len(prefixes) - i) for i in range(0, len(prefixes), limit)]
         assert cache.path is not None
         for row, path, got in zip(context_of_row, cache.path, logits, strict=True):
             alone, _, expected = sampler._read([contexts[row]], 0)
@@ -98,20 +97,32 @@ def test_tokens_that_contexts_share_are_read_once(limit: int, monkeypatch: pytes
             torch.testing.assert_close(got, expected[0], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("first", "stop"), [(0, 4), (0, 11), (5, 11)])
-def test_the_kernel_of_decoding_equals_the_definition(first: int, stop: int) -> None:
-    """A plan serves all slots from ``first`` to ``stop - 1``. No row reads a column past its own."""
+@pytest.mark.parametrize(
+    ("contexts", "size", "slots"),
+    [
+        (shared_prefixes(3), 11, range(11)),
+        (shared_prefixes(3), 11, range(5, 8)),
+        (
+            [[78] * 150] * 16 + [[77]],
+            260,
+            range(0, 260, 129),
+        ),  # blocks that a whole tile sees; a row in a tile
+    ],
+)
+def test_the_kernel_of_decoding_equals_the_definition(
+    contexts: list[list[int]], size: int, slots: range
+) -> None:
+    """A plan serves all slots. No row reads a column past its own."""
     torch.manual_seed(0)
-    contexts = [*shared_prefixes(3), *[[77]] * 20, *[[78] * 300] * 20]
-    forest = Forest.of(contexts, 11)
+    forest = Forest.of(contexts, size)
     end, start = torch.from_numpy(forest.end), torch.from_numpy(forest.slot).int()
-    q, k, v = (torch.randn(n, heads, 16) for n, heads in ((len(start), 4), (len(end), 2), (len(end), 2)))
-    plan = decoding_plan(end, start + first, start + stop - 1)
-    for slot in (first, stop - 1):
+    q, k, v = (torch.randn(n, heads, 16) for n, heads in ((len(start), 2), (len(end), 1), (len(end), 1)))
+    plan = decoding_plan(end, start + slots[0], start + slots[-1])
+    for slot in (slots[0], slots[-1]):
         column, key = start + slot, torch.arange(len(end))
         visible = (key <= column[:, None]) & (column[:, None] < end)
-        scores = torch.einsum("nhd,mhd->hnm", q, k.repeat_interleave(2, 1)).masked_fill(~visible, -torch.inf)
-        expected = torch.einsum("hnm,mhd->nhd", (scores / 4).softmax(-1), v.repeat_interleave(2, 1))
+        scores = torch.einsum("nhd,md->hnm", q, k[:, 0]).masked_fill(~visible, -torch.inf)
+        expected = torch.einsum("hnm,md->nhd", (scores / 4).softmax(-1), v[:, 0])
         out = triton_kernels.decode(q, k, v, end, column, plan)
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
 
