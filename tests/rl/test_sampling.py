@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from tests.support.cases import slow_except
 from tests.support.rl_runs import seeds_of
@@ -76,6 +77,23 @@ def test_logprobs_of_the_sampler_are_those_of_the_trainer(
         assert len(turn.tokens) == limit or turn.tokens[-1] == stop
         expected = score[len(context) - 1 :]
         torch.testing.assert_close(torch.tensor(turn.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_layers_of_a_compiled_model_share_few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts before and after attention are traced for one row, for more, and on a CPU for reading."""
+    model, counts = tiny_model(num_hidden_layers=5), []
+    for part in ("_before", "_after"):
+        counts.append(CompileCounter())
+        traced = torch.compile(
+            getattr(cached_sampler, part), backend=counts[-1], fullgraph=True, dynamic=True
+        )
+        monkeypatch.setattr(cached_sampler, f"_compiled{part}", traced)
+    inputs = [[1, 2, 3], [1, 2, 4, 5], [6, 7]], [9, 1, 5], 258, range(3)
+    expected = CachedSampler(model).sample(*inputs)
+    assert [count.frame_count for count in counts] == [0, 0]
+    model.is_compiled = True
+    assert CachedSampler(model).sample(*inputs) == expected
+    assert all(1 <= count.frame_count <= 3 for count in counts)
 
 
 @pytest.mark.parametrize("sampler", slow_except([CachedSampler], [CachedSampler, GenerateSampler]))

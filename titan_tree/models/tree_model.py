@@ -109,6 +109,7 @@ class TreeModel(nn.Module, ABC):
         hf_path: the snapshot that describes the model; None: there is none.
         logit_cap: c tanh(s / c) replaces each logit s; None: it stays.
         windows: the sliding windows of the layers' attention, see ``TreeAttention.prepare``.
+        is_compiled: whether ``compile_modules`` has compiled its layers.
     Raises:
         UserError: an unknown backend.
     """
@@ -120,6 +121,7 @@ class TreeModel(nn.Module, ABC):
     hf_path: Path | None = None
     logit_cap: float | None = None
     windows: Collection[int | None] = (None,)
+    is_compiled = False
 
     def __init__(self, config: Any, attention: str = "auto") -> None:
         super().__init__()

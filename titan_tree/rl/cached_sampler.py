@@ -220,8 +220,7 @@ class CachedSampler:
         model = self.model
         rope = model.make_rope(position)
         x = F.embedding(tokens, model.embed_tokens.weight)
-        is_compiled = model.last_norm._compiled_call_impl is not None
-        before, after = (_compiled_before, _compiled_after) if is_compiled else (_before, _after)
+        before, after = (_compiled_before, _compiled_after) if model.is_compiled else (_before, _after)
         for block, (keys, values) in zip(model.blocks, keys_values, strict=True):
             mixer = cast(Attention, block.mixer)
             q, k, v = before(block.input_layernorm, mixer, x, rope)
