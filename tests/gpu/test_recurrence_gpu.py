@@ -80,12 +80,16 @@ def test_extreme_trees_equal_the_reference(name, rule):
     assert all(map(torch.equal, got, results(on_tree(before, rule=rule), inputs, do)))
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
-@pytest.mark.parametrize("dim", [32, 64, 128])
-def test_kda_equals_the_reference(dim, dtype, tolerance):
+KDA = [*product(["triton"], [32, 64, 128], [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])]
+KDA += [pytest.param("hopper", dim, (torch.bfloat16, 3e-2), marks=HOPPER) for dim in (64, 128)]
+
+
+@pytest.mark.parametrize(("backend", "dim", "precision"), KDA)
+def test_kda_equals_the_reference(backend, dim, precision):
+    dtype, tolerance = precision
     before = predecessors(random_nodes(0, 12, 1, 200, roots=0.1))
     inputs, do = random_inputs(len(before), 2, 2, dim, dtype, rule=TreeKDA)
-    got = results(on_tree(before, "triton", TreeKDA), inputs, do)
+    got = results(on_tree(before, backend, TreeKDA), inputs, do)
     relative = errors(got, exact(inputs, do, before))
     print("errors (o, dq, dk, dv, dg, dbeta):", [f"{x:.1e}" for x in relative])
     assert max(relative) < tolerance
@@ -93,7 +97,7 @@ def test_kda_equals_the_reference(dim, dtype, tolerance):
 
 @pytest.mark.parametrize(
     ("backend", "rule"),
-    [*product(["triton"], RULES), *(pytest.param("hopper", x, marks=HOPPER) for x in (TreeGDN, TreeSSD))],
+    [*product(["triton"], RULES), *(pytest.param("hopper", x, marks=HOPPER) for x in RULES)],
 )
 def test_bf16_is_as_exact_as_path_by_path(backend, rule):
     """Errors against float64, summed over trees, are at most 1.2 times those of single paths."""

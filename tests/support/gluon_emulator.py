@@ -138,6 +138,9 @@ class Value(Tensor):
             result = function(*args, **(kwargs or {}))
         return result.as_subclass(Value) if isinstance(result, Tensor) else result
 
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Value:  # type: ignore[override]
+        return self.view(dtype) if bitcast else super().to(dtype)
+
     type = SimpleNamespace(layout=None)  # type: ignore[assignment]
     __iadd__ = Tensor.__add__
     __iand__ = Tensor.__and__
@@ -190,6 +193,10 @@ class Shared:
 
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.tensor.permute(*order))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
+        assert self.tensor.numel() * self.dtype.itemsize == math.prod(shape) * dtype.itemsize
+        return Shared(self.tensor.view(dtype).view(shape))
 
     def load(self, layout: Any = None) -> Value:
         others_may_run()
@@ -353,8 +360,10 @@ _LANGUAGE = SimpleNamespace(
     where=lambda condition, x, y: torch.where(value(condition), x, y),
     minimum=lambda x, y: torch.minimum(value(x), value(y)),
     maximum=lambda x, y: torch.maximum(value(x), value(y)),
-    zeros_like=torch.zeros_like, reshape=torch.reshape, expand_dims=torch.unsqueeze,
-    max=torch.amax, sum=torch.sum, exp2=torch.exp2, log2=torch.log2, sqrt=torch.sqrt,
+    zeros_like=torch.zeros_like, reshape=torch.reshape, permute=torch.permute, expand_dims=torch.unsqueeze,
+    max=torch.amax, sum=lambda x, axis: torch.sum(x, axis, dtype=x.dtype), abs=torch.abs,
+    associative_scan=lambda x, axis, add: torch.cumsum(x, axis),  # only sums
+    exp2=torch.exp2, log2=torch.log2, sqrt=torch.sqrt,
     convert_layout=lambda x, layout: x,
     inline_asm_elementwise=lambda *args, **options: 0,  # only opaque_zero uses inline assembly
     SliceLayout=_no_layout, DotOperandLayout=_no_layout, NVMMADistributedLayout=_no_layout,
@@ -388,7 +397,7 @@ class EmulatedKernel:
         self.function = self._translate(kernel)
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*args: Any, num_warps: int, **constants: Any) -> None:
+        def launch(*args: Any, num_warps: int, maxnreg: int = 0, **constants: Any) -> None:
             def run() -> None:
                 self.function(*map(_argument, args), **constants)
 

@@ -1,4 +1,4 @@
-"""The Gluon kernels of the gated delta rule, compiled for Hopper on a machine without a GPU."""
+"""The Gluon kernels of the recurrences, compiled for Hopper on a machine without a GPU."""
 
 import numpy as np
 import pytest
@@ -12,23 +12,31 @@ from titan_tree.components.recurrence.hopper import inputs as inputs_pass
 from titan_tree.tree.chunks import make_chains, make_chunks
 
 BUILDS = (64, 128)
+# Bytes of spilled registers of KDA's kernels, by their name and INVERSE.
+SPILLS = {("_prepare_kernel", True): 32, ("_prepare_kernel", False): 16, ("_input_kernel", None): 1000}
 SOURCES = (
     "components/rings.py",
     "components/recurrence/hopper",
+    "components/recurrence/triton_kernels/kda_forward.py",
+    "components/recurrence/triton_kernels/forward_kernels.py",
     "components/recurrence/buffers.py",
     "tree/chunks.py",
 )
 
 
 def compile_kernels(dim: int) -> None:
-    """Launches every Gluon kernel of both passes: with K = V = dim, and for SSD with K = dim and V = 64."""
+    """Launches every Gluon kernel of both passes: with K = V = dim, and for SSD with K = dim and V = 64.
+
+    KDA comes last.
+    """
     compile_launches("K", "V", "FORWARD", "DELTA", "INVERSE")
     inputs_pass.num_multiprocessors = lambda device: 132
     chunks = make_chunks(forest([-1], [200]), np.empty(0, np.int64))
     chains = make_chains(chunks)
     q, k, v = (torch.zeros(200, 4, dim, dtype=torch.bfloat16) for _ in range(3))
     g, beta = torch.zeros(200, 4), torch.zeros(200, 4, dtype=torch.bfloat16)
-    for values, gate in ((v, beta), (v[..., :64].contiguous(), None)):
+    rules = (v, g, beta), (v[..., :64].contiguous(), g, None), (v, g[..., None].expand(-1, -1, dim), beta)
+    for values, g, gate in rules:
         _, exported, saved = hopper.forward(q, k, values, g, gate, None, chunks, chains)
         hopper.backward(values, exported, q, k, values, g, gate, None, saved, chunks, chains)
 
@@ -43,7 +51,12 @@ def test_kernels_compile_for_hopper(dim):
     for delta in (True, False):
         compiled = [result for result in results if result["delta"] == delta]
         assert {(result["kernel"], result["forward"]) for result in compiled} == kernels
+    kda = [result for result in results if result["delta"] is None]
+    assert [(result["kernel"], result["inverse"]) for result in kda] == [*SPILLS]
+    for result in kda:
+        assert result["spills"] <= SPILLS[result["kernel"], result["inverse"]], result
     for result in results:
         assert result["shared"] <= SHARED_MEMORY, result
         assert not result["warnings"], result
+    for result in results[: -len(kda)]:
         assert result["spills"] <= (96 if result["kernel"] == "_inputs_kernel" else 0), result

@@ -46,10 +46,16 @@ def _row(x, m, step: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _inverse(a, i, j, columns, off, square, diagonal, SCORES: gl.constexpr):
-    """(I + a)^-1 of a strictly lower triangular a [C, C]. Arguments four to seven are shared memory."""
+def inverse_of(a, i, j, SCORES: gl.constexpr, WARPS: gl.constexpr):
+    """(I + a)^-1 of a strictly lower triangular a [C, C]. i, j: the numbers of its rows and columns."""
+    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.float16)
+    off = gl.allocate_shared_memory(gl.float16, [C, C], HALF)
+    square = gl.allocate_shared_memory(gl.float16, [C, C], HALF)
+    diagonal = gl.allocate_shared_memory(gl.float16, [C, C], HALF)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
+    columns = gl.allocate_shared_memory(gl.float32, [C, B], FLAT)
     # A thread has all rows of one column of one block, so each step is an update of its registers.
-    BLOCKS: gl.constexpr = gl.BlockedLayout([B, 1], [2, B], [4, 1], [1, 0])
+    BLOCKS: gl.constexpr = gl.BlockedLayout([B, 1], [2, B], [WARPS, 1], [1, 0])
     same_block = i // B == j // B
     parts = gl.reshape(gl.where(same_block, a, 0.0), [C, C // B, B])
     PARTS: gl.constexpr = parts.type.layout
@@ -94,7 +100,6 @@ def _prepare_kernel(
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     dtype: gl.constexpr = k_rows.dtype
-    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.float16)
     q = gl.allocate_shared_memory(dtype, [C, K], q_rows.layout)
     k = gl.allocate_shared_memory(dtype, [C, K], k_rows.layout)
     p_tile = gl.allocate_shared_memory(dtype, [C, C], p_rows.layout)
@@ -143,12 +148,7 @@ def _prepare_kernel(
     p_tile.store(p.to(dtype))
     if INVERSE:
         inverse_tile = gl.allocate_shared_memory(dtype, [C, C], inverse_rows.layout)
-        off = gl.allocate_shared_memory(gl.float16, [C, C], HALF)
-        square = gl.allocate_shared_memory(gl.float16, [C, C], HALF)
-        diagonal = gl.allocate_shared_memory(gl.float16, [C, C], HALF)
-        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
-        columns = gl.allocate_shared_memory(gl.float32, [C, B], FLAT)
-        inverse = _inverse(a, i, j, columns, off, square, diagonal, SCORES) * betas
+        inverse = inverse_of(a, i, j, SCORES, 4) * betas
         inverse_tile.store(inverse.to(dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(inverse_rows, [item * C, 0], inverse_tile)

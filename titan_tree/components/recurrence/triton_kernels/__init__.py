@@ -8,6 +8,7 @@ Without a GPU, Triton's interpreter runs the kernels if TRITON_INTERPRET=1.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -33,28 +34,29 @@ PASSES = launch.Passes(outputs, make_scores, make_states, state_gradients, input
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, states: Tensor | None, chunks: Chunks,
-    chains: Chains,
+    chains: Chains, *, prepare: Callable = kda_forward.prepare,
 ) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
-    """See ``RecurrenceBackend.forward``."""
-    passes = PASSES if g.ndim == 2 else PASSES._replace(outputs=kda_forward.outputs)
+    """See ``RecurrenceBackend.forward``. prepare: replaces ``kda_forward.prepare``."""
+    passes = PASSES if g.ndim == 2 else PASSES._replace(outputs=partial(kda_forward.outputs, prepare))
     return launch.forward(passes, q, k, v, g, beta, states, chunks, chains)
 
 
 def backward(
     do: Tensor, dexported: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None,
     states: Tensor | None, saved: Saved, chunks: Chunks, chains: Chains,
+    *, prepare: Callable = kda_forward.prepare, kda_inputs: Callable = kda_backward.input_gradients,
 ) -> list[Tensor]:  # fmt: skip
-    """See ``RecurrenceBackend.backward``."""
+    """See ``RecurrenceBackend.backward``. prepare, kda_inputs: replace functions of KDA."""
     passes = PASSES
     if g.ndim == 3:
         assert beta is not None
-        prepared = kda_forward.prepare(q, k, v, g, beta, chunks)
+        prepared = prepare(q, k, v, g, beta, chunks)
         passes = launch.Passes(
-            kda_forward.outputs,
+            PASSES.outputs,
             partial(kda_forward.scores, prepared),
             partial(kda_forward.make_states, prepared),
             partial(kda_backward.state_gradients, prepared),
-            partial(kda_backward.input_gradients, prepared),
+            partial(kda_inputs, prepared),
         )
     return launch.backward(passes, do, dexported, q, k, v, g, beta, states, saved, chunks, chains)
 

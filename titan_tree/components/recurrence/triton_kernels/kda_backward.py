@@ -107,12 +107,16 @@ def _state_gradient_kernel(
 
 @triton.jit
 def _pair_gradient_kernel(
-    query_ptr, v_ptr, beta_ptr, do_ptr, state_ptr, new_ptr, x_ptr, p_ptr, dp_ptr, da_ptr, q_dq_ptr, k_dk_ptr,
-    dv_ptr, dbeta_ptr, start_ptr,
+    query_ptr, v_ptr, beta_ptr, do_ptr, state_ptr, new_ptr, x_ptr, p_ptr, q_length_ptr, length_ptr, dp_ptr,
+    da_ptr, q_dq_ptr, k_dk_ptr, dv_ptr, dbeta_ptr, start_ptr, scale,
     GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dv and dbeta of one chunk and head, dP, and dA without beta; both mirrored at the diagonal."""
+    """dv and dbeta of one chunk and head, dP, and dA without beta; both mirrored at the diagonal.
+
+    dP and dA include the factors that normalize their rows and columns, because the next kernel multiplies
+    them by queries and keys that are not normalized.
+    """
     index = tl.program_id(0).to(tl.int64)
     head, start, size = chunk_of(index, start_ptr, G)
     t, d, column = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
@@ -132,15 +136,20 @@ def _pair_gradient_kernel(
     tl.store(k_dk_ptr + index * C + t, 2.0 * beta * dbeta - x_v)
 
     is_row = t[:, None] >= t[None, :]
+    q_length = tl.load(q_length_ptr + index * C + t) * scale
+    length = tl.load(length_ptr + index * C + t)
     da = tl.dot(tl.trans(x), new, input_precision=PRECISION)
     mirrored = tl.dot(tl.trans(new), x, input_precision=PRECISION)
-    tl.store(da_ptr + index * C * C + pair, tl.where(is_row, -da, -mirrored).to(da_ptr.dtype.element_ty))
+    da = tl.where(is_row, -da, -mirrored) * (length[:, None] * length[None, :])
+    tl.store(da_ptr + index * C * C + pair, da.to(da_ptr.dtype.element_ty))
 
     do = tl.load(do_ptr + token * V + value, mask=is_token[None, :], other=0.0)
     dp = tl.dot(tl.trans(do), new, input_precision=PRECISION)
     mirrored = tl.dot(tl.trans(new), do, input_precision=PRECISION)
-    tl.store(dp_ptr + index * C * C + pair, tl.where(is_row, dp, mirrored).to(dp_ptr.dtype.element_ty))
     q_dq = tl.sum(tl.load(p_ptr + index * C * C + pair).to(tl.float32) * dp, 1)
+    dp *= q_length[:, None] * length[None, :]
+    dp = tl.where(is_row, dp, mirrored * (length[:, None] * q_length[None, :]))
+    tl.store(dp_ptr + index * C * C + pair, dp.to(dp_ptr.dtype.element_ty))
     state = tl.load(state_ptr + index * K * V + (column[:, None] * K + d[None, :]))
     dquery = tl.dot(tl.trans(do), state, input_precision=PRECISION)
     key = t[:, None] * (G * K) + d[None, :]
@@ -175,21 +184,21 @@ def _input_kernel(
     key_tile = t[:, None] * (G // GROUP * K) + d[None, :]
     tile = t[:, None] * (G * K) + d[None, :]
     total = tl.load(total_ptr + tile, mask=is_token, other=0.0)
-    q = tl.load(q_ptr + key_base + key_tile, mask=is_token, other=0.0).to(tl.float32) * q_length
-    k = tl.load(k_ptr + key_base + key_tile, mask=is_token, other=0.0).to(tl.float32) * length
+    q = tl.load(q_ptr + key_base + key_tile, mask=is_token, other=0.0).to(tl.float32)
+    k = tl.load(k_ptr + key_base + key_tile, mask=is_token, other=0.0).to(tl.float32)
 
     # Through P and A.
     dp = tl.load(dp_ptr + index * C * C + pair)
     da = tl.load(da_ptr + index * C * C + pair)
     dp_self = tl.load(dp_ptr + index * C * C + t * (C + 1)).to(tl.float32)[:, None]
-    dq, dk = dp_self * k, dp_self * q * scale
+    dq, dk = dp_self * k, dp_self * q
     dtotal = tl.zeros([C, BLOCK_K], tl.float32)
     for level in range(LEVELS):
         decay = level_decay(total_ptr, total, t, d, level, size, G * K)
         is_row = ((t >> level) & 1 == 1)[:, None]
         meets = pair_level == level
         key = (k * decay).to(dp.dtype)
-        mixed = (tl.where(is_row, q * scale, k) * decay).to(dp.dtype)
+        mixed = (tl.where(is_row, q, k) * decay).to(dp.dtype)
         from_p = tl.dot(tl.where(meets, dp, 0.0), mixed, input_precision=PRECISION)
         from_a = tl.dot(tl.where(meets, da, 0.0), key, input_precision=PRECISION)
         both = mixed.to(tl.float32) * from_p + key.to(tl.float32) * from_a
@@ -202,18 +211,18 @@ def _input_kernel(
     state_tile = column[:, None] * K + d[None, :]
     state = tl.load(state_ptr + index * K * V + state_tile)
     do = tl.load(do_ptr + token * V + value_tile, mask=is_token, other=0.0)
-    from_state = tl.dot(do, state, input_precision=PRECISION) * gain
+    from_state = tl.dot(do, state, input_precision=PRECISION) * gain * (q_length * scale)
     dq += from_state
-    dtotal += q * scale * from_state
+    dtotal += q * from_state
     x = tl.load(x_ptr + index * C * V + new_tile)
-    from_state = tl.dot(tl.trans(x), state, input_precision=PRECISION) * gain
+    from_state = tl.dot(tl.trans(x), state, input_precision=PRECISION) * gain * length
     dk -= from_state
     dtotal -= k * from_state
     new = tl.load(new_ptr + index * C * V + new_tile)
     dstate = tl.load(dstate_ptr + index * K * V + state_tile)
     last = tl.load(total_ptr + (size - 1) * (G * K) + d)
     written = tl.dot(tl.trans(new), dstate, input_precision=PRECISION)
-    written *= tl.where(is_token, tl.exp2(last[None, :] - total), 0.0)
+    written *= tl.where(is_token, tl.exp2(last[None, :] - total), 0.0) * length
     dk += written
     written *= k
     dtotal -= written
@@ -221,9 +230,9 @@ def _input_kernel(
     dg = tl.cumsum(dtotal, 0, reverse=True) + (d_last + tl.sum(written, 0))[None, :]
     tl.store(dg_ptr + token * K + tile, dg.to(dg_ptr.dtype.element_ty), mask=is_token)
 
-    dq = (scale * dq - q * q_dq) * q_length
+    dq -= q * (q_dq * q_length * q_length)
     tl.store(dq_ptr + token * K + tile, dq.to(dq_ptr.dtype.element_ty), mask=is_token)
-    dk = (dk - k * k_dk) * length
+    dk -= k * (k_dk * length * length)
     tl.store(dk_ptr + token * K + tile, dk.to(dk_ptr.dtype.element_ty), mask=is_token)
 
 
@@ -252,6 +261,22 @@ def state_gradients(
     return run
 
 
+def pair_gradients(
+    prepared: Prepared, v: Tensor, do: Tensor, state: Tensor, new: Tensor, x: Tensor, dv: Tensor,
+    dbeta: Tensor, saved: Saved, chunks: Chunks,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Fills dv and dbeta. Returns dP, dA [chunks, G, 64, 64], and q.dq, k.dk [chunks, G, 64] in fp32."""
+    dp, da = torch.empty_like(saved.inverse), torch.empty_like(saved.inverse)
+    q_dq, k_dk = torch.empty_like(prepared.length), torch.empty_like(prepared.length)
+    query = prepared.query
+    _pair_gradient_kernel[(len(state) * v.shape[1],)](
+        query, v, prepared.beta, do, state, new, x, prepared.scores, prepared.q_length, prepared.length, dp,
+        da, q_dq, k_dk, dv, dbeta, chunks.start, query.shape[2] ** -0.5, **sizes(query, v),
+        PRECISION=precision(v), num_warps=8,
+    )  # fmt: skip
+    return dp, da, q_dq, k_dk
+
+
 def input_gradients(
     prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, do: Tensor, state: Tensor,
     dstate: Tensor, new: Tensor, x: Tensor, gradients: tuple[Tensor, ...], saved: Saved, chunks: Chunks,
@@ -260,12 +285,7 @@ def input_gradients(
     dq, dk, dv, dg, dbeta = gradients
     q_part, k_part = head_gradient(dq, v), head_gradient(dk, v)
     constants, programs = sizes(q, v) | {"PRECISION": precision(q)}, len(state) * v.shape[1]
-    dp, da = torch.empty_like(saved.inverse), torch.empty_like(saved.inverse)
-    q_dq, k_dk = torch.empty_like(prepared.length), torch.empty_like(prepared.length)
-    _pair_gradient_kernel[(programs,)](
-        prepared.query, v, prepared.beta, do, state, new, x, prepared.scores, dp, da, q_dq, k_dk, dv, dbeta,
-        chunks.start, **constants, num_warps=8,
-    )  # fmt: skip
+    dp, da, q_dq, k_dk = pair_gradients(prepared, v, do, state, new, x, dv, dbeta, saved, chunks)
     block = min(q.shape[2], 64)
     _input_kernel[(programs * (q.shape[2] // block),)](
         q, k, do, state, dstate, new, x, dp, da, q_dq, k_dk, prepared.total, prepared.q_length,

@@ -28,6 +28,7 @@ The backward pass keeps T alone. It prepares the rest again, because that takes 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -203,18 +204,23 @@ def _state_kernel(
 # 2. Launches.
 
 
-def prepare(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks, inverse: Tensor | None = None
-) -> Prepared:
-    """Returns ``Prepared``, for inputs of any strides. Also fills ``inverse`` if given: T of each chunk."""
-    q, k, g, beta = (x.contiguous() for x in (q, k, g, beta))
+def empty_prepared(q: Tensor, g: Tensor, beta: Tensor, chunks: Chunks) -> Prepared:
+    """Returns an uninitialized ``Prepared``, except for beta."""
     (_, heads, width_k), num_chunks = g.shape, len(chunks.before)
     total = g.new_empty(g.shape, dtype=torch.float32)
     query, read, write = q.new_empty(3, *g.shape)
     q_length, length = total.new_empty(2, num_chunks, heads, CHUNK)
     keep, scores = total.new_empty(num_chunks, heads, width_k), q.new_empty(num_chunks, heads, CHUNK, CHUNK)
-    prepared = Prepared(total, query, read, write, keep, q_length, length, scores, beta)
-    _prepare_kernel[(num_chunks * heads,)](
+    return Prepared(total, query, read, write, keep, q_length, length, scores, beta)
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks, inverse: Tensor | None = None
+) -> Prepared:
+    """Returns ``Prepared``, for inputs of any strides. Also fills ``inverse`` if given: T of each chunk."""
+    q, k, g, beta = (x.contiguous() for x in (q, k, g, beta))
+    prepared, width_k = empty_prepared(q, g, beta, chunks), q.shape[2]
+    _prepare_kernel[(len(prepared.keep) * v.shape[1],)](
         q, k, g, beta, *prepared[:-1], inverse, chunks.start, width_k**-0.5, **sizes(q, v),
         PRECISION=precision(q), INVERSE_PRECISION="tf32" if q.dtype != torch.float32 else precision(q),
         INVERSE=inverse is not None, BLOCK_K=min(width_k, 64), num_warps=8, num_stages=1,
@@ -252,8 +258,8 @@ def make_states(
 
 
 def outputs(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, o: Tensor, saved: Saved, chunks: Chunks,
-    chains: Chains,
+    prepare: Callable, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, o: Tensor, saved: Saved,
+    chunks: Chunks, chains: Chains,
 ) -> None:  # fmt: skip
     """Fills ``saved``, its slots round by round, and o."""
     prepared = prepare(q, k, v, g, beta, chunks, saved.inverse)
