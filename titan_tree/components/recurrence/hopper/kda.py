@@ -319,19 +319,14 @@ def _input_kernel(
         mixed.store((gl.where(is_row, q, k).to(gl.float32) * decay).to(dtype))
         key.store((k.to(gl.float32) * decay).to(dtype))
         fence_async_shared()
-        # Both products at once would need more registers. For the same reason, the waits name all sums: the
-        # compiler would otherwise delay these sums and keep their terms.
         from_p = warpgroup_mma(mixed, p_pairs, none, use_acc=False, is_async=True)
-        from_p, dq, dk, dtotal = warpgroup_mma_wait(0, [from_p, dq, dk, dtotal])
-        by_p = mixed.load(TILE).to(gl.float32) * from_p
-        dtotal = gl.where(is_row, dtotal + by_p, dtotal - by_p)
-        dq = gl.where(is_row, dq + decay * from_p, dq)
-        dk = gl.where(is_row, dk, dk + decay * from_p)
         from_a = warpgroup_mma(key, a_pairs, none, use_acc=False, is_async=True)
-        from_a, dq, dk, dtotal = warpgroup_mma_wait(0, [from_a, dq, dk, dtotal])
-        by_a = key.load(TILE).to(gl.float32) * from_a
-        dtotal = gl.where(is_row, dtotal + by_a, dtotal - by_a)
-        dk += decay * from_a
+        # The compiler must not delay the sums of the level before, because it would keep all of their terms.
+        from_p, from_a, dq, dk, dtotal = warpgroup_mma_wait(0, [from_p, from_a, dq, dk, dtotal])
+        by_p, by_a = mixed.load(TILE).to(gl.float32) * from_p, key.load(TILE).to(gl.float32) * from_a
+        dtotal = gl.where(is_row, dtotal + by_p + by_a, dtotal - by_p - by_a)
+        dq = gl.where(is_row, dq + decay * from_p, dq)
+        dk += decay * gl.where(is_row, from_a, from_a + from_p)
 
     q_dq = gl.expand_dims(gl.load(q_dq_ptr + item * C + t), 0)
     k_dk = gl.expand_dims(gl.load(k_dk_ptr + item * C + t), 0)
