@@ -19,6 +19,7 @@ STOP = 7
         (cached_sampler.CACHE_SHARE, torch.float32, 1e-4),  # all rows at once
         (cached_sampler.CACHE_SHARE, torch.bfloat16, 0.05),
         (0.0, torch.float32, 1e-4),  # one by one
+        (cached_sampler.CACHE_SHARE, torch.float64, 1e-5),  # without Triton
     ],
 )
 def test_logprobs_of_the_sampler_are_those_of_the_trainer(

@@ -264,6 +264,7 @@ def test_fresh_weights_have_the_published_deviation():
         ),
         ({"mlp_only_layers": 3}, "mlp_only_layers: expected a list .*, got 3"),
         ({"num_experts": 0}, "num_experts: expected an integer > 0, got 0"),
+        ({"num_experts": 32_769}, "num_experts: expected at most 32768, .* got 32769"),
     ],
 )
 def test_impossible_sizes_are_refused(sizes, message):

@@ -12,7 +12,7 @@ from titan_tree.components.tree_attention import triton_kernels
 from titan_tree.components.tree_attention.plan import decoding_plan
 from titan_tree.rl import cached_sampler
 from titan_tree.rl.cached_sampler import CachedSampler
-from titan_tree.rl.tree_cache import Forest
+from titan_tree.rl.tree_cache import Forest, TreeCache
 
 
 def groups_of_rows() -> tuple[list[list[int]], list[int]]:
@@ -127,6 +127,24 @@ def test_the_kernel_of_decoding_equals_the_definition(
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "dim", "is_decoded"),
+    [(torch.bfloat16, 64, True), (torch.float64, 64, False), (torch.bfloat16, 20, False)],
+)
+def test_other_devices_have_paths_if_the_kernel_refuses(
+    dtype: torch.dtype, dim: int, is_decoded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_kernels, "INTERPRET", True)
+    forest = Forest.of([[1, 2], [1]], 3)
+    keys_values = torch.zeros(1, 2, len(forest.end), 1, dim, dtype=dtype, device="meta")
+    cache = TreeCache.of(forest, 3, keys_values)
+    assert (cache.path is None) == (cache.plan(2) is not None) == is_decoded
+    if cache.path is not None:
+        one = torch.zeros(2, 1, dim, dtype=dtype, device="meta")
+        out = cache.attention(one, *keys_values[0], cache.position, cache.slot.int(), None)
+        assert out.device.type == "meta"
+
+
 def test_logprobs_in_bf16_are_as_exact_as_the_trainers() -> None:
     model = tiny_model().to(torch.bfloat16)
     contexts, limits = groups_of_rows()
@@ -142,6 +160,13 @@ def test_logprobs_in_bf16_are_as_exact_as_the_trainers() -> None:
     error, budget = (got - expected).square().mean().sqrt(), (trainer - expected).square().mean().sqrt()
     assert error <= 1.2 * budget, (error, budget)
     assert (got - trainer).square().mean().sqrt() <= 2 * budget
+
+
+def test_turns_without_room_are_empty() -> None:
+    sampler = CachedSampler(tiny_model())
+    for limits in ([0], [0, 0], [0, 2]):
+        turns = sampler.sample([[1, 2]] * len(limits), limits, 258, range(len(limits)))
+        assert [len(turn.tokens) for turn in turns] == limits
 
 
 def test_contexts_may_have_one_token() -> None:

@@ -44,7 +44,7 @@ def peak_flops(device_name: str) -> float:
 
 
 class TreeSelectiveAC(SelectiveAC):
-    """torchtitan's selective activation checkpointing, which also stores what operators of titan_tree return.
+    """torchtitan's selective activation checkpointing, which also stores what some of our operators return.
 
     The outputs of tree attention, the choice of experts and what arrives from other ranks are not recomputed.
     """

@@ -133,7 +133,9 @@ class Qwen3MoeConfig(Qwen3Config):
 
 
 def check_experts(num_experts: int, per_token: int) -> None:
-    """Raises UserError if a token would have more experts than there are."""
+    """Raises UserError if a token would have more experts than there are, or if ids would exceed int16."""
+    if num_experts > 2**15:
+        raise UserError(f"num_experts: expected at most 32768, because ids are int16, got {num_experts}")
     if per_token > num_experts:
         raise UserError(f"num_experts_per_tok: expected at most num_experts ({num_experts}), got {per_token}")
 

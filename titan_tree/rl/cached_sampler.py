@@ -90,7 +90,7 @@ class CachedSampler:
     ) -> list[Completion]:
         completions = [Completion([], []) for _ in contexts]
         kept: list[tuple[list[int], KeptIds]] = []  # for each token: the contexts of its rows, and their ids
-        cache, context_of_row, logits = self._read(contexts, max(max_tokens) - 1)
+        cache, context_of_row, logits = self._read(contexts, max(1, *max_tokens) - 1)
         uniform = torch.tensor(uniforms(seeds, max(max_tokens)), dtype=torch.float64, device=self._device)
         uniform = uniform[self._tensor(context_of_row)]
         slot = self._tensor([0])

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_tree.components.tree_attention import triton_kernels
+from titan_tree.components.tree_attention.operator import PLAIN
 from titan_tree.components.tree_attention.plan import DecodingPlan, decoding_plan
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
@@ -69,7 +70,8 @@ class TreeCache(NamedTuple):
         slot: [B], the column of the first token of each turn.
         position: [B], the position of this token.
         size: T.
-        path: [B, P + T], the columns of each row's context of up to P tokens, and of its turn. None on a GPU.
+        path: [B, P + T], the columns of each row's context of up to P tokens, and of its turn. None if the
+            kernel ``decode`` computes attention: on a GPU, unless it refuses the dtype or the head dim.
     """
 
     keys_values: Tensor
@@ -84,12 +86,13 @@ class TreeCache(NamedTuple):
         """Returns the cache of a forest with turns of this size. ``keys_values`` must hold zeros."""
         device = keys_values.device
         position = forest.contexts.positions[forest.last] + 1
-        path = None
-        if device.type == "cpu":
+        path, (keys, values) = None, keys_values[0]
+        if device.type == "cpu" or triton_kernels.refusal(keys, values, PLAIN, deterministic=False):
             path = torch.zeros(len(position), position.max() + size, dtype=torch.long)
             for row, (i, slot) in enumerate(zip(forest.path, forest.slot, strict=True)):
                 columns = np.append(forest.column[forest.contexts.indices_of(i)], slot + np.arange(size))
                 path[row, : len(columns)] = torch.from_numpy(columns)
+            path = path.to(device)
         end, slot, position = (torch.from_numpy(x).to(device) for x in (forest.end, forest.slot, position))
         return TreeCache(keys_values, end, slot, position, size, path)
 
@@ -99,7 +102,7 @@ class TreeCache(NamedTuple):
         return self._replace(slot=self.slot[rows], position=self.position[rows], path=path)
 
     def plan(self, slots: int) -> DecodingPlan | None:
-        """Returns what ``attention`` reads on a GPU for the first ``slots`` tokens of each turn."""
+        """Returns what ``decode`` reads for the first ``slots`` tokens of each turn, or None without it."""
         if self.path is not None:
             return None
         slots = min(slots, self.size)
@@ -121,7 +124,7 @@ class TreeCache(NamedTuple):
         if plan is not None:
             return triton_kernels.decode(q, k, v, self.end, column, plan)
         assert self.path is not None
-        visible = torch.arange(self.path.shape[1]) <= position[:, None]
+        visible = torch.arange(self.path.shape[1], device=q.device) <= position[:, None]
         q, k, v = q[:, :, None], k[self.path].transpose(1, 2), v[self.path].transpose(1, 2)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None, None], enable_gqa=True)
         return out[:, :, 0]

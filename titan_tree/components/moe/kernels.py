@@ -223,7 +223,7 @@ def _top_k_kernel(x, out, N, E: tl.constexpr, K: tl.constexpr, ROWS: tl.constexp
     mask = (row < N)[:, None] & (column < E)
     value = tl.load(x + row[:, None].to(tl.int64) * E + column, mask=mask, other=0.0)
     # The upper half of a key is an integer in the order of the numbers, and the lower half makes it unique.
-    bits = value.to(tl.int32, bitcast=True)
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
     key = (bits ^ (bits >> 31 & 0x7FFFFFFF)).to(tl.int64) * 4294967296 + (BLOCK - 1 - column)
     key = tl.where(mask, key, -9223372036854775808)
     for j in tl.static_range(K):
