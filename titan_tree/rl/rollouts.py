@@ -235,8 +235,8 @@ def play(
     A rollout that reaches a limit is cut off.
 
     Args:
-        seeds: one per rollout. Equal seeds give equal rollouts if the weights are equal and the sampler is
-            deterministic, whatever the other rollouts are.
+        seeds: one per rollout. Equal seeds give equal rollouts if the weights and all other rollouts are
+            equal, and the sampler is deterministic. Other rollouts change the rounding, see ``sampler``.
         max_turn_tokens: maximum number of tokens of one turn.
         max_rollout_tokens: maximum number of tokens of each context, prompt included.
 

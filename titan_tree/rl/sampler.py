@@ -1,7 +1,7 @@
 """Sampler: the protocol of objects that continue contexts of token ids with one turn each.
 
-``draw`` samples a token for each row of logits. Each row has random numbers of its own, so a turn does not
-depend on the turns that are sampled together with it.
+``draw`` samples a token for each row of logits. Each row has random numbers of its own. The other rows of a
+batch change its logits by rounding only. In bf16, this may change a turn; in fp32, it hardly ever does.
 
 Shapes: B rows, V vocabulary size.
 """
@@ -55,8 +55,8 @@ class Sampler(Protocol):
             contexts: token ids. Several may be equal.
             max_tokens: maximal number of tokens of each turn.
             stop: the id that ends a turn.
-            seeds: a number from 0 to 2**62 for each turn. With the same weights, context and limit, the same
-                seed gives the same turn if the sampler is deterministic, whatever the other contexts are.
+            seeds: a number from 0 to 2**62 for each turn. With the same weights and arguments, a deterministic
+                sampler returns the same turns. If only the other contexts differ, so may the rounding.
         """
         ...
 
