@@ -55,8 +55,8 @@ class Sampler(Protocol):
             contexts: token ids. Several may be equal.
             max_tokens: maximal number of tokens of each turn.
             stop: the id that ends a turn.
-            seeds: a number from 0 to 2**62 for each turn. With the same weights and arguments, a deterministic
-                sampler returns the same turns. If only the other contexts differ, so may the rounding.
+            seeds: a number from 0 to 2**62 for each turn. A deterministic sampler returns the same turns for
+                the same weights and arguments. If only the other contexts differ, rounding may differ.
         """
         ...
 
