@@ -208,7 +208,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, plan: D
 
     Args:
         q: [N, H, D].
-        k, v: [M, Hkv, D]. Values must not be NaN, even if no query sees them.
+        k, v: [M, Hkv, D]. Values must be finite, even if no query sees them.
         end, column: see ``KernelBackend.forward``. A column lies between those that ``plan`` was made for.
     """
     (n, heads, dim), (m, heads_k, _) = q.shape, k.shape
