@@ -1,4 +1,4 @@
-"""`python -m titan_tree VERB` does what `titan-tree VERB` does."""
+"""`python -m titan_tree COMMAND` does what `titan-tree COMMAND` does."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""titan-tree: its verbs, and how one is added."""
+"""titan-tree: its commands, and how one is added."""
 
 import argparse
 import subprocess
@@ -11,20 +11,20 @@ from titan_tree import cli
 
 
 def test_help_lists_the_verbs_without_importing_them(capsys, monkeypatch):
-    monkeypatch.setitem(cli.VERBS, "convert", "a verb whose module does not exist")
+    monkeypatch.setitem(cli.COMMANDS, "convert", "a command whose module does not exist")
     with pytest.raises(SystemExit) as exit:
         cli.main(["--help"])
     out = capsys.readouterr().out
     assert exit.value.code == 0
     assert "inspect" in out
-    assert "a verb whose module does not exist" in out
+    assert "a command whose module does not exist" in out
 
 
-@pytest.mark.parametrize("verb", cli.VERBS)
-def test_help_shows_examples_and_every_default_but_no_source_file(verb):
-    parser = cli._parser([verb])._subparsers._group_actions[0].choices[verb]
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_shows_examples_and_every_default_but_no_source_file(command):
+    parser = cli._parser([command])._subparsers._group_actions[0].choices[command]
     text = " ".join(parser.format_help().split())
-    assert f"\ntitan-tree {verb}" in parser.description
+    assert f"\ntitan-tree {command}" in parser.description
     assert ".py" not in text
     for action in parser._actions:
         assert action.help
@@ -33,16 +33,16 @@ def test_help_shows_examples_and_every_default_but_no_source_file(verb):
             assert f"(default: {default})" in text, action.dest
 
 
-def test_help_of_every_verb_takes_little_time_and_imports_no_large_package():
+def test_help_of_every_command_takes_little_time_and_imports_no_large_package():
     code = (
         "import contextlib, sys, time\n"
         "from titan_tree import cli\n"
         "start = time.process_time()\n"
-        "for verb in ('', *cli.VERBS):\n"
+        "for command in ('', *cli.COMMANDS):\n"
         "    before = time.process_time()\n"
-        "    with contextlib.suppress(SystemExit): cli.main([*verb.split(), '--help'])\n"
+        "    with contextlib.suppress(SystemExit): cli.main([*command.split(), '--help'])\n"
         "    seconds = start + time.process_time() - before\n"
-        "    assert seconds < 0.5, f'{verb}: {seconds} s of CPU time'\n"
+        "    assert seconds < 0.5, f'{command}: {seconds} s of CPU time'\n"
         "large = {'torch', 'numpy', 'rich', 'omegaconf', 'tokenizers', 'jinja2', 'transformers'}\n"
         "sys.exit(str(large & set(sys.modules)) if large & set(sys.modules) else 0)\n"
     )
@@ -50,12 +50,12 @@ def test_help_of_every_verb_takes_little_time_and_imports_no_large_package():
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_a_new_verb_is_one_module_and_one_line(capsys, monkeypatch):
+def test_a_new_command_is_one_module_and_one_line(capsys, monkeypatch):
     module = types.ModuleType("titan_tree.cli.count", "Counts letters.")
     module.add_arguments = lambda parser: parser.add_argument("word")
     module.run = lambda args: print(len(args.word))
     monkeypatch.setitem(sys.modules, "titan_tree.cli.count", module)
-    monkeypatch.setitem(cli.VERBS, "count", "count letters")
+    monkeypatch.setitem(cli.COMMANDS, "count", "count letters")
     assert cli.main(["count", "seven"]) == 0
     assert capsys.readouterr().out == "5\n"
     with pytest.raises(SystemExit):
@@ -87,19 +87,19 @@ def test_ctrl_c_is_not_a_traceback(monkeypatch):
     assert cli.main(["inspect"]) == 130
 
 
-def test_an_unknown_verb_exits_with_status_2_and_names_the_verb_that_was_meant(capsys):
+def test_an_unknown_command_exits_with_status_2_and_names_the_command_that_was_meant(capsys):
     with pytest.raises(SystemExit) as exit:
         cli.main(["inspekt"])
     assert exit.value.code == 2
-    assert "unknown verb 'inspekt'; did you mean 'inspect'?" in capsys.readouterr().err
+    assert "unknown command 'inspekt'; did you mean 'inspect'?" in capsys.readouterr().err
 
 
-def test_a_missing_verb_exits_with_status_2_and_shows_an_example_of_each(capsys):
+def test_a_missing_command_exits_with_status_2_and_shows_an_example_of_each(capsys):
     with pytest.raises(SystemExit) as exit:
         cli.main([])
     assert exit.value.code == 2
     shown = capsys.readouterr().err
-    assert all(f"\n  titan-tree {verb} " in shown for verb in cli.VERBS)
+    assert all(f"\n  titan-tree {command} " in shown for command in cli.COMMANDS)
 
 
 def test_print_completion_needs_one_package(capsys, monkeypatch):
@@ -113,7 +113,7 @@ def test_print_completion_needs_one_package(capsys, monkeypatch):
     )
 
 
-def test_print_completion_covers_the_options_of_every_verb(capsys, monkeypatch):
+def test_print_completion_covers_the_options_of_every_command(capsys, monkeypatch):
     def complete(parser, shell):
         choices = parser._subparsers._group_actions[0].choices
         return f"{shell} {' '.join(choices)} {[a.dest for a in choices['export']._actions]}"
@@ -122,5 +122,5 @@ def test_print_completion_covers_the_options_of_every_verb(capsys, monkeypatch):
     with pytest.raises(SystemExit) as exit:
         cli.main(["--print-completion", "zsh"])
     assert exit.value.code == 0
-    expected = f"zsh {' '.join(cli.VERBS)} ['help', 'model', 'out', 'adapter']\n"
+    expected = f"zsh {' '.join(cli.COMMANDS)} ['help', 'model', 'out', 'adapter']\n"
     assert capsys.readouterr().out == expected

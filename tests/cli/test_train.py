@@ -15,7 +15,7 @@ RL_DEMO = DEMO.replace("demo", "rl_demo")
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Returns the commands that verbs would become."""
+    """Returns the command lines that commands would become."""
     commands: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda path, words: commands.append([path, *words[1:]]))
     return commands

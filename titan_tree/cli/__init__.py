@@ -1,8 +1,8 @@
-"""The command titan-tree.
+"""The program titan-tree.
 
-To add a verb, write titan_tree/cli/VERB.py with two functions, ``add_arguments(parser)`` and ``run(args)``,
-and add a line to ``VERBS``. ``run`` may return an exit status other than 0. The module's docstring becomes
-the verb's --help text.
+To add a command, write titan_tree/cli/COMMAND.py with two functions, ``add_arguments(parser)`` and
+``run(args)``, and add a line to ``COMMANDS``. ``run`` may return an exit status other than 0. The module's
+docstring becomes the command's --help text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NoReturn
 from titan_tree.errors import UserError, printable, unknown_name
 from titan_tree.signals import keyboard_interrupts
 
-VERBS = {  # name -> summary; a verb's module is imported only when the verb runs
+COMMANDS = {  # name -> summary; a command's module is imported only when it runs
     "train": "train a model on data files",
     "rl": "train a model on its own rollouts",
     "config": "show the keys of a configuration, or write one for a model and data",
@@ -67,7 +67,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a verb and returns the exit status: the verb's or 0, 2 for wrong input, 130 after Ctrl-C.
+    """Runs a command and returns the exit status: the command's or 0, 2 for wrong input, 130 after Ctrl-C.
 
     docs/signals.md lists them.
     """
@@ -95,14 +95,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Returns the arguments of a verb; ``run`` is its function. Wrong ones and --help raise SystemExit."""
-    verb = argv[0] if argv else None
-    parser = _parser([verb])
-    if verb is None:
+    """Returns the arguments of a command; ``run`` is its function. Wrong ones and --help raise SystemExit."""
+    command = argv[0] if argv else None
+    parser = _parser([command])
+    if command is None:
         parser.print_help(sys.stderr)
         raise SystemExit(2)
-    if verb not in VERBS and not verb.startswith("-"):
-        parser.error(str(unknown_name("verb", verb, VERBS)))
+    if command not in COMMANDS and not command.startswith("-"):
+        parser.error(str(unknown_name("command", command, COMMANDS)))
     args, rest = parser.parse_known_args(argv)
     if hasattr(args, "overrides"):  # key=value, of which argparse takes no more after an option
         wrong = [text for text in rest if text.startswith("-") and "." not in text.partition("=")[0]]
@@ -114,7 +114,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 class PrintCompletion(argparse.Action):
-    """Prints the script with which a shell completes verbs and options, and ends the process."""
+    """Prints the script with which a shell completes commands and options, and ends the process."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: object, shell: object, *_: object) -> None:
         """Raises SystemExit: with status 2 if the package shtab is missing."""
@@ -122,26 +122,26 @@ class PrintCompletion(argparse.Action):
             import shtab
         except ImportError:
             parser.error("--print-completion: needs the package shtab; install it: pip install shtab")
-        print(shtab.complete(_parser(VERBS), shell))
+        print(shtab.complete(_parser(COMMANDS), shell))
         parser.exit()
 
 
-def _parser(verbs: Collection[str | None]) -> argparse.ArgumentParser:
-    """Returns a parser that knows the names of all verbs, and the arguments of ``verbs``."""
+def _parser(commands: Collection[str | None]) -> argparse.ArgumentParser:
+    """Returns a parser that knows the names of all commands, and the arguments of ``commands``."""
     description = "Trains language models on token trees, and prepares, checks and measures it."
     parser = Parser("titan-tree", description=description, epilog=EXAMPLES, formatter_class=Help)
     version = import_module("titan_tree").__version__
     add = parser.add_argument
     add("--version", action="version", version=f"titan-tree {version}")
     shells = "bash", "zsh", "fish"
-    script = "print a script that completes verbs and options in this shell"
+    script = "print a script that completes commands and options in this shell"
     add("--print-completion", action=PrintCompletion, choices=shells, help=script)
-    subparsers = parser.add_subparsers(required=True, metavar="VERB")
-    for name, summary in VERBS.items():
-        verb_parser = subparsers.add_parser(name, help=summary, formatter_class=Help)
-        if name in verbs:
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        command_parser = subparsers.add_parser(name, help=summary, formatter_class=Help)
+        if name in commands:
             module = import_module(f"{__name__}.{name}")
-            verb_parser.description = module.__doc__
-            module.add_arguments(verb_parser)
-            verb_parser.set_defaults(run=module.run)
+            command_parser.description = module.__doc__
+            module.add_arguments(command_parser)
+            command_parser.set_defaults(run=module.run)
     return parser

@@ -1,4 +1,4 @@
-"""`python -m titan_tree.cli VERB` does what `titan-tree VERB` does."""
+"""`python -m titan_tree.cli COMMAND` does what `titan-tree COMMAND` does."""
 
 import sys
 

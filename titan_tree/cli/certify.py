@@ -56,5 +56,5 @@ def command(args: argparse.Namespace) -> list[str]:
     """Returns the command that runs the same in several processes, which torchrun starts."""
     torchrun = "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.nproc)
     files = [f"--{name}={file}" for name in ("json", "page") if (file := getattr(args, name))]
-    verb = "titan_tree.cli", "certify", args.config, *args.overrides, f"--tokens={args.tokens}", *files
-    return [sys.executable, "-m", *torchrun, "-m", *verb]
+    program = "titan_tree.cli", "certify", args.config, *args.overrides, f"--tokens={args.tokens}", *files
+    return [sys.executable, "-m", *torchrun, "-m", *program]

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of a verb that starts a run."""
+    """Declares the arguments of a command that starts a run."""
     add = parser.add_argument
     add("config", metavar="CONFIG.toml", help="the configuration of the run: a file, or a name such as demo")
     add("overrides", nargs="*", default=[], metavar="key=value", help="override a key of the configuration")
