@@ -122,9 +122,9 @@ def test_the_tree_of_a_session(sessions):
     ]
     reasons = [payload["reasons"][number][0] for number in tree["reason"] if number >= 0]
     assert sorted(reasons) == [
-        "another conversation from its first message on",
-        "another conversation from its first message on",
-        "another message of the user",
+        "other text from the first message on",
+        "other text from the first message on",
+        "other text of the user",
     ]
     prompt = (
         1203 - (2 + len("count") + 1) / 4
@@ -180,8 +180,8 @@ def test_the_command_prints_three_sentences_and_writes_a_page(sessions, tmp_path
         "sample of its own (422), and 1.4 times less than one row per leaf path (289).",
         "What the calls repeat is history: earlier answers 59%, results of tools 16%, earlier thoughts 15%, "
         "messages of the user 10%. The files leave out what comes before it.",
-        "Branches diverge at 2 points, and hold 98 bytes from there on: another conversation from its first "
-        "message on (1), another message of the user (1).",
+        "Branches diverge at 2 points, and hold 98 bytes from there on: other text from the first message "
+        "on (1), other text of the user (1).",
     ]
     assert lines[-1] == f"The page: {page}"
     assert page.read_text().startswith("<!doctype html>")
@@ -210,7 +210,7 @@ def test_branches_do_not_count_tokens_twice(tmp_path):
         [{"group_id": "g", "tokens": row, "loss_mask": [0] + [1] * (len(row) - 1)} for row in rows],
     )
     payload = payload_of(file)
-    assert payload["reasons"] == [("another answer", 3, 4 + 1 + 1)]
+    assert payload["reasons"] == [("other text in an answer", 3, 4 + 1 + 1)]
     assert payload["totals"] == {
         "groups": 1,
         "samples": 4,
@@ -230,7 +230,11 @@ def test_a_point_with_two_reasons_is_one_point(tmp_path):
         for answer in answers
     ]
     payload = payload_of(write_lines(tmp_path / "f.jsonl", rows))
-    assert sorted(payload["reasons"]) == [("another answer", 1, 2), ("another thought", 1, 3)]
+    assert sorted(payload["reasons"]) == [
+        ("other text in a thought", 1, 3),
+        ("other text in an answer", 1, 2),
+    ]
+    assert payload["sentences"][1].endswith("100% history (messages of the user 75%, earlier answers 25%).")
     assert payload["sentences"][2].startswith("Branches diverge at 1 point, and hold 5 bytes from there on: ")
 
 

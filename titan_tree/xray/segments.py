@@ -16,14 +16,14 @@ from titan_tree.xray.rendering import KINDS
 
 Decode = Callable[[Iterable[int]], str]
 TEXT = 300  # characters of a segment that are kept, at most
-ANEW = "another conversation from its first message on"
+ANEW = f"{OTHER_TEXT} from the first message on"
 DIFFERS = {  # why paths diverge, by the kind of message that differs
-    "system": "another system prompt",
-    "tools": "other tool schemas",
-    "user": "another message of the user",
-    "assistant": "another answer",
-    "thought": "another thought",
-    "tool": "another result of a tool",
+    "system": f"{OTHER_TEXT} in a system prompt",
+    "tools": f"{OTHER_TEXT} in tool schemas",
+    "user": f"{OTHER_TEXT} of the user",
+    "assistant": f"{OTHER_TEXT} in an answer",
+    "thought": f"{OTHER_TEXT} in a thought",
+    "tool": f"{OTHER_TEXT} in a tool's result",
     "other": OTHER_TEXT,
 }
 

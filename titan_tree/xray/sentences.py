@@ -50,15 +50,18 @@ def sentences(
         return [calls, "Nothing repeats.", _reasons(reasons, totals["points"], unit)]
     shares: dict[str, Any] = {kind: n / total for kind, n in zip(KINDS, repeats, strict=True)}
     history = ", ".join(
-        f"{REPEATED[kind]} {shares[kind]:.0%}" for kind in sorted(HISTORY, key=lambda kind: -shares[kind])
+        f"{REPEATED[kind]} {shares[kind]:.0%}"
+        for kind in sorted(HISTORY, key=lambda kind: -shares[kind])
+        if shares[kind]
     )
     if lacks_prompts and not shares["system"] + shares["tools"]:
         repeated = f"What the calls repeat is history: {history}. The files leave out what comes before it."
         return [calls, repeated, _reasons(reasons, totals["points"], unit)]
     repeated = (
         f"Of what the calls repeat, {shares['system']:.0%} is the system prompt, {shares['tools']:.0%} tool "
-        f"schemas, and {sum(shares[kind] for kind in HISTORY):.0%} history ({history})"
+        f"schemas, and {sum(shares[kind] for kind in HISTORY):.0%} history"
     )
+    repeated += f" ({history})" if history else ""
     repeated += f"; {shares['other']:.0%} is of an unknown kind." if shares["other"] else "."
     return [calls, repeated, _reasons(reasons, totals["points"], unit)]
 

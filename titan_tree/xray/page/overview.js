@@ -1,4 +1,4 @@
-// The overview: what is computed, what repeats, why branches part, and how large trees are.
+// The overview: what is computed, what repeats, why branches diverge, and how large trees are.
 
 import { kindColour } from "./colours.js";
 import { compact, count, find, plural } from "./elements.js";
@@ -24,7 +24,7 @@ export function fillOverview(nextPlace) {
     kindColour(kind),
   ]);
   repeats.sort((a, b) => b[1] - a[1]);
-  const parting = reasons.map(([reason, points, behind]) => {
+  const diverging = reasons.map(([reason, points, behind]) => {
     return [reason, points, `${count(points)} · ${compact(behind)}`, "var(--bar)"];
   });
   const sizes = trees.map((tree) => tree.n_tree);
@@ -41,7 +41,7 @@ export function fillOverview(nextPlace) {
       "if each model call is a sample of its own",
       repeats.filter(([, x]) => x).slice(0, 6),
     ),
-    bars("Why branches part", `branch points · ${UNIT}s behind them`, parting.slice(0, 6), nextPlace),
+    bars("Why branches diverge", `branch points · ${UNIT}s after them`, diverging.slice(0, 6), nextPlace),
     histogram("Overlap of trees", "POR: the share of leaf tokens saved", trees.map(overlap), tenths, (x) =>
       x.toFixed(1),
     ),

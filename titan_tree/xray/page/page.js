@@ -272,7 +272,7 @@ function facts(i) {
     add("net from here on", `${short(credit.netBelow[i])} of ${short(credit.grossBelow[i])}`);
   const numbers = new Set(overlayRows().flatMap(([segment, , , number]) => (segment === i ? [number] : [])));
   if (numbers.size) add(state.overlay.split(" ")[0], [...numbers].join(", "));
-  if (data.reason[i] >= 0) add("parts because", reasons[data.reason[i]][0]);
+  if (data.reason[i] >= 0) add("diverges by", reasons[data.reason[i]][0]);
   return table(rows);
 }
 
