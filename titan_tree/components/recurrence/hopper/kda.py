@@ -352,9 +352,9 @@ def _input_kernel(
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks, inverse: Tensor | None = None
 ) -> Prepared:
-    """See ``kda_forward.prepare``. With ``inverse``, it does not fill ``total`` and the lengths."""
+    """See ``kda_forward.prepare``. With ``inverse``, ``total`` is empty, and the lengths are not filled."""
     q, k, g, beta = (x.contiguous() for x in (q, k, g, beta))
-    prepared, (_, heads, width_k) = empty_prepared(q, g, beta, chunks), g.shape
+    prepared, (_, heads, width_k) = empty_prepared(q, g, beta, chunks, with_total=inverse is None), g.shape
     tiles = [matrix(x, CHUNK, width_k) for x in (q, k, g.float())]
     tiles += [None if inverse is None else rows_of(inverse, CHUNK), rows_of(prepared.scores, CHUNK)]
     _prepare_kernel[(len(prepared.scores) * heads,)](

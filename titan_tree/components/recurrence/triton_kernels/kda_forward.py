@@ -204,10 +204,10 @@ def _state_kernel(
 # 2. Launches.
 
 
-def empty_prepared(q: Tensor, g: Tensor, beta: Tensor, chunks: Chunks) -> Prepared:
-    """Returns an uninitialized ``Prepared``, except for beta."""
+def empty_prepared(q: Tensor, g: Tensor, beta: Tensor, chunks: Chunks, with_total: bool = True) -> Prepared:
+    """Returns an uninitialized ``Prepared``, except for beta. Without total, that tensor is empty."""
     (_, heads, width_k), num_chunks = g.shape, len(chunks.before)
-    total = g.new_empty(g.shape, dtype=torch.float32)
+    total = g.new_empty(g.shape if with_total else 0, dtype=torch.float32)
     query, read, write = q.new_empty(3, *g.shape)
     q_length, length = total.new_empty(2, num_chunks, heads, CHUNK)
     keep, scores = total.new_empty(num_chunks, heads, width_k), q.new_empty(num_chunks, heads, CHUNK, CHUNK)
