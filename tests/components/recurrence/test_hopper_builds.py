@@ -13,7 +13,7 @@ from titan_tree.tree.chunks import make_chains, make_chunks
 
 BUILDS = (64, 128)
 # Bytes of spilled registers of KDA's kernels, by their name and INVERSE.
-SPILLS = {("_prepare_kernel", True): 32, ("_prepare_kernel", False): 16, ("_input_kernel", None): 1300}
+SPILLS = {("_prepare_kernel", True): 32, ("_prepare_kernel", False): 16, ("_input_kernel", None): 300}
 SOURCES = (
     "components/rings.py",
     "components/recurrence/hopper",

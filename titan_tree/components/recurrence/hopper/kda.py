@@ -36,7 +36,7 @@ from titan_tree.tree.chunks import CHUNK, Chunks
 
 LEVELS = gl.constexpr(CHUNK.bit_length() - 1)
 BLOCK_K = gl.constexpr(64)  # channels of a program of ``_input_kernel``
-WARPS = gl.constexpr(BLOCK_K.value // 16)
+WARPS = gl.constexpr(8)  # of such a program
 
 
 @gluon.jit
@@ -216,16 +216,51 @@ def _store_pairs_of_level(tile, source, level: gl.constexpr):
 
 
 @gluon.jit
+def _add_level(q_tile, k_tile, total_tile, dp, da, dq, dk, dtotal, level: gl.constexpr):
+    """dq, dk and dtotal, with what passes through the pairs that meet at this level."""
+    TILE: gl.constexpr = dq.type.layout
+    dtype: gl.constexpr = q_tile.dtype
+    MEMORY: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
+    p_pairs = gl.allocate_shared_memory(dtype, [C, C], MEMORY)
+    a_pairs = gl.allocate_shared_memory(dtype, [C, C], MEMORY)
+    mixed = gl.allocate_shared_memory(dtype, [BLOCK_K, C], MEMORY)
+    key = gl.allocate_shared_memory(dtype, [BLOCK_K, C], MEMORY)
+    _store_pairs_of_level(p_pairs, dp, level)
+    _store_pairs_of_level(a_pairs, da, level)
+    total = total_tile.permute((1, 0)).load(TILE)
+    decay = gl.permute(_level_decay(gl.permute(total, (1, 0)), level), (1, 0))
+    decay = gl.convert_layout(decay, TILE)
+    is_row = gl.expand_dims((gl.arange(0, C, gl.SliceLayout(0, TILE)) >> level) & 1 == 1, 0)
+    q, k = q_tile.permute((1, 0)).load(TILE), k_tile.permute((1, 0)).load(TILE)
+    mixed.store((gl.where(is_row, q, k).to(gl.float32) * decay).to(dtype))
+    key.store((k.to(gl.float32) * decay).to(dtype))
+    fence_async_shared()
+    # One product at a time: both results do not fit into the registers.
+    none = gl.zeros([BLOCK_K, C], gl.float32, TILE)
+    from_p = warpgroup_mma(mixed, p_pairs, none, use_acc=False, is_async=True)
+    from_p, dq, dk, dtotal = warpgroup_mma_wait(0, [from_p, dq, dk, dtotal])
+    by_p = mixed.load(TILE).to(gl.float32) * from_p
+    dtotal = gl.where(is_row, dtotal + by_p, dtotal - by_p)
+    dq = gl.where(is_row, dq + decay * from_p, dq)
+    dk = gl.where(is_row, dk, dk + decay * from_p)
+    from_a = warpgroup_mma(key, a_pairs, none, use_acc=False, is_async=True)
+    from_a, dq, dk, dtotal = warpgroup_mma_wait(0, [from_a, dq, dk, dtotal])
+    by_a = key.load(TILE).to(gl.float32) * from_a
+    dtotal = gl.where(is_row, dtotal + by_a, dtotal - by_a)
+    return dq, dk + decay * from_a, dtotal
+
+
+@gluon.jit
 def _input_kernel(
     q_rows, k_rows, do_rows, state_rows, dstate_rows, new_rows, x_rows, total_rows, dp_rows, da_rows,
     total_ptr, dp_ptr, q_dq_ptr, k_dk_ptr, q_length_ptr, length_ptr, dq_ptr, dk_ptr, dg_ptr, start_ptr, scale,
     GROUP: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
     """dq, dk and dg of one chunk, head and block of channels. Tokens are the columns of all tiles."""
-    TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
+    TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS // 2, 2], [16, C // 2, 16])
     CHANNELS: gl.constexpr = gl.SliceLayout(1, TILE)
     TOKENS: gl.constexpr = gl.SliceLayout(0, TILE)
-    SUMS: gl.constexpr = gl.BlockedLayout([C // 2, 1], [1, 32], [2, BLOCK_K // 32], [1, 0])
+    SUMS: gl.constexpr = gl.BlockedLayout([C // 4, 1], [1, 32], [4, BLOCK_K // 32], [1, 0])
     dtype: gl.constexpr = k_rows.dtype
     q_tile = gl.allocate_shared_memory(dtype, [C, BLOCK_K], q_rows.layout)
     k_tile = gl.allocate_shared_memory(dtype, [C, BLOCK_K], k_rows.layout)
@@ -304,29 +339,10 @@ def _input_kernel(
     dp_self = gl.expand_dims(gl.load(dp_ptr + item.to(gl.int64) * (C * C) + t * (C + 1)).to(gl.float32), 0)
     dq += dp_self * k
     dk += dp_self * q
-    p_pairs = gl.allocate_shared_memory(dtype, [C, C], dp_rows.layout)
-    a_pairs = gl.allocate_shared_memory(dtype, [C, C], da_rows.layout)
-    mixed = gl.allocate_shared_memory(dtype, [BLOCK_K, C], dp_rows.layout)
-    key = gl.allocate_shared_memory(dtype, [BLOCK_K, C], dp_rows.layout)
     for level in gl.static_range(LEVELS):
-        _store_pairs_of_level(p_pairs, dp, level)
-        _store_pairs_of_level(a_pairs, da, level)
-        total = total_tile.permute((1, 0)).load(TILE)
-        decay = gl.permute(_level_decay(gl.permute(total, (1, 0)), level), (1, 0))
-        decay = gl.convert_layout(decay, TILE)
-        is_row = gl.expand_dims((t >> level) & 1 == 1, 0)
-        q, k = q_tile.permute((1, 0)).load(TILE), k_tile.permute((1, 0)).load(TILE)
-        mixed.store((gl.where(is_row, q, k).to(gl.float32) * decay).to(dtype))
-        key.store((k.to(gl.float32) * decay).to(dtype))
-        fence_async_shared()
-        from_p = warpgroup_mma(mixed, p_pairs, none, use_acc=False, is_async=True)
-        from_a = warpgroup_mma(key, a_pairs, none, use_acc=False, is_async=True)
-        # The compiler must not delay the sums of the level before, because it would keep all of their terms.
-        from_p, from_a, dq, dk, dtotal = warpgroup_mma_wait(0, [from_p, from_a, dq, dk, dtotal])
-        by_p, by_a = mixed.load(TILE).to(gl.float32) * from_p, key.load(TILE).to(gl.float32) * from_a
-        dtotal = gl.where(is_row, dtotal + by_p + by_a, dtotal - by_p - by_a)
-        dq = gl.where(is_row, dq + decay * from_p, dq)
-        dk += decay * gl.where(is_row, from_a, from_a + from_p)
+        # Always true. Without blocks of their own, the compiler mixes levels and spills most of the sums.
+        if end > start:
+            dq, dk, dtotal = _add_level(q_tile, k_tile, total_tile, dp, da, dq, dk, dtotal, level)
 
     q_dq = gl.expand_dims(gl.load(q_dq_ptr + item * C + t), 0)
     k_dk = gl.expand_dims(gl.load(k_dk_ptr + item * C + t), 0)
@@ -381,7 +397,7 @@ def input_gradients(
     _input_kernel[(len(state) * heads * (width_k // block),)](
         *tiles, prepared.total, dp, q_dq, k_dk, prepared.q_length, prepared.length, q_part, k_part, dg,
         chunks.start, width_k**-0.5, GROUP=heads // heads_k, G=heads, K=width_k, V=width,
-        num_warps=WARPS.value,
+        num_warps=WARPS.value, maxnreg=128,
     )  # fmt: skip
     sum_heads(q_part, dq)
     sum_heads(k_part, dk)
