@@ -21,7 +21,11 @@ FILES = [  # content, and words of the error
     (GOOD.encode("utf-16"), "; it is UTF-16: convert it with iconv -f UTF-16 -t UTF-8"),
     (b'folder = "\0"', "not valid TOML"),
     (b'folder = "\x1b[31m"', "not valid TOML"),
-    ('{"folder": "x"}', "not valid TOML"),
+    (
+        '{"folder": "x"}',
+        "not valid TOML: Invalid statement (at line 1, column 1); a configuration has lines such as "
+        "steps = 10; data files belong in data.files",
+    ),
     (f"{GOOD}[model]\nname = 'qwen3'", "the table occurs twice; write its keys into one of them"),
     (f"{GOOD}files = 'x'", "the key is set twice; remove one of them"),
     (GOOD.replace('"demo"', "demo"), "text needs quotes; true and false are lower case"),

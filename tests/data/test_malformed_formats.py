@@ -99,6 +99,16 @@ REFUSED = [
     ),
     (
         "openai_chat",
+        {"request": chat(ASK), "response": None},
+        "response: expected an object with choices beside the request, got null; rename or add it, or remove",
+    ),
+    (
+        "openai_chat",
+        {"request": chat(ASK), "reply": "2"},
+        "response: .* got only the fields request, reply; rename",
+    ),
+    (
+        "openai_chat",
         {"request": chat(ASK), "response": {"error": {}}},
         "response.choices: expected a non-empty list, got None; remove a failed call",
     ),

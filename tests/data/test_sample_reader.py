@@ -193,6 +193,15 @@ MALFORMED = {
         {"txt": "hi"},
         "expected one of the fields trajectories, messages, tokens, input_ids, text; got txt",
     ),
+    "batch file": (
+        {"custom_id": "a", "body": {"messages": []}},
+        r'got custom_id, body; join requests and results by custom_id: \{"request": body, "response": ',
+    ),
+    "answer alone": ({"choices": []}, "got choices; log each answer with its request"),
+    "a score": (
+        {"messages": chat("a", "b"), "score": 1},
+        "score: not read; a reward is called reward, or list",
+    ),
     "two kinds": ({"tokens": [1], "messages": []}, "got messages and tokens"),
     "no role": ({"messages": [{"content": "x"}]}, r"messages\[0\].role"),
     "no assistant turn": ({"messages": chat("x")}, "at least one assistant turn"),
@@ -400,3 +409,10 @@ def test_all_problems_of_a_file_are_found(tmp_path):
         ":5: messages",
     ]
     assert any(str(error).endswith("did you mean 'messages' by 'mesages'?") for error in found)
+    file.write_text('{"messages": [3]}\n{\n')
+    found, num_good = reader.problems()
+    assert num_good == 0
+    assert sorted(str(error).removeprefix(str(file))[:12] for error in found) == [
+        ":1: messages",
+        ":2: broken J",  # and not that the file is empty
+    ]

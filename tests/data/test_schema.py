@@ -194,7 +194,11 @@ def test_truncated_arrays_are_refused(tmp_path):
             b'{"tokens": [1, 2], "loss_mask": [0, 1e40]}',
             "loss_mask: expected numbers up to 1e12, got 1e+40",
         ),
-        (b'{"tokens": [1]', "broken JSON at character 15: Expecting ',' delimiter"),
+        (b'{"tokens": [1]', "broken JSON at character 15: Expecting ',' delimiter; it ends too early"),
+        (
+            b'{"id": "a',
+            "broken JSON at character 8: Unterminated string; it ends too early: write it again, or",
+        ),
         (
             b'{"tokens": [1]} {}',
             "broken JSON at character 17: Extra data; write one value per line, or a list of all",

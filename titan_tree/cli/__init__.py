@@ -109,7 +109,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         args.overrides += [text for text in rest if text not in wrong]
         rest = wrong
     if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.prog = f"titan-tree {command}"
+        keys = "; keys are set as optimizer.lr=1e-3" if hasattr(args, "overrides") else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{keys}")
     return args
 
 

@@ -67,6 +67,7 @@ TOML_HINTS = {
     "Invalid value": "text needs quotes; true and false are lower case",
     "Expected '=' after a key": "write key = value",
     "Invalid hex value": "in double quotes, write \\ as \\\\",
+    "Invalid statement": "a configuration has lines such as steps = 10; data files belong in data.files",
     "Unescaped '\\'": "in double quotes, write \\ as \\\\",
 }
 # What a key of each type accepts.

@@ -50,7 +50,7 @@ class TrainingConfig(Checked, table="training"):
         require(
             self.steps is None or self.epochs is None,
             "training.steps",
-            "no value together with training.epochs; remove one of the two",
+            "no value together with training.epochs (training.epochs=null unsets it)",
             self.steps,
         )
 

@@ -325,8 +325,14 @@ def _wrong_kind(record: Record, kinds: Sequence[str]) -> UserError:
     for field in record if not kinds else ():
         if close := get_close_matches(field, ("trajectories", *TRAJECTORY_KINDS), n=1, cutoff=0.75):
             return UserError(f"{expected}; got {present}; did you mean {close[0]!r} by {field[:60]!r}?")
-    hint = "" if kinds else "; a file has rows of one format of docs/data.md"
-    return UserError(f"{expected}; got {present}{hint}")
+    if kinds:
+        return UserError(f"{expected}; got {present}")
+    hint = "rename the fields as in a format of docs/data.md"
+    if "custom_id" in record:
+        hint = 'join requests and results by custom_id: {"request": body, "response": response.body}'
+    elif "choices" in record:
+        hint = 'log each answer with its request: {"request": ..., "response": ...}'
+    return UserError(f"{expected}; got {present}; {hint}")
 
 
 def _marked_messages(record: Record) -> Any:

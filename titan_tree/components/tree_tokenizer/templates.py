@@ -80,17 +80,20 @@ class ChatTemplate:
         if "{{" in name or "{%" in name:
             return ChatTemplate(name, "(text)", constants)
         path = Path(__file__).with_name(f"{name}.jinja") if name in BUILT_IN else Path(template)
+        expected = f"chat template {name}: expected {', '.join(BUILT_IN)}, a file or Jinja text"
         try:
             with open(path, encoding="utf-8-sig", opener=regular) as file:
                 source = file.read(MAX_SOURCE + 1)
             return ChatTemplate(source, name, constants)
         except UserError:
             raise
+        except FileNotFoundError:
+            close = difflib.get_close_matches(name, BUILT_IN, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise UserError(f"{expected}, got no such file{hint}") from None
         except (OSError, ValueError) as error:
-            raise UserError(
-                f"chat template {name}: expected {', '.join(BUILT_IN)}, a file or Jinja text; the file "
-                f"cannot be read: {error}"
-            ) from None
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"{expected}; the file cannot be read: {reason}") from None
 
     def render(
         self,

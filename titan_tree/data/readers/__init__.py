@@ -209,7 +209,17 @@ def read_records(
         )
     if format == AUTO and file.endswith(".toml"):
         raise UserError(f"{file}: expected data, got a configuration; give its data.files")
-    source = Source(file, open_file, Counter() if skipped is None else skipped, skips_broken, refuse)
+    any_refused = False
+
+    def refuse_row(error: UserError) -> None:
+        nonlocal any_refused
+        any_refused = True
+        if refuse is None:
+            raise error
+        refuse(error)
+
+    skipped = Counter() if skipped is None else skipped
+    source = Source(file, open_file, skipped, skips_broken, refuse_row)
     place = None
     try:
         name = _recognized_format(source) if format == AUTO else format
@@ -222,8 +232,8 @@ def read_records(
         raise UserError(f"{where} ({error}); copy the file again") from None
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror or error}") from None
-    if place is None:
-        raise UserError(f"{file}: expected at least one record in the format {name}, got an empty file")
+    if place is None and not any_refused:
+        raise UserError(f"{file}: expected at least one record in the format {name}, got none")
 
 
 def _recognized_format(source: Source) -> str:

@@ -83,7 +83,15 @@ class OpenAIChatReader(RowReader):
 
     def _pair(self, row: Record) -> Record:
         request = expect(row["request"], dict, "request", "an object with messages")
-        response = expect(row.get("response"), dict, "response", "an object with choices")
+        response = row.get("response")
+        if not isinstance(response, dict):
+            names = ", ".join(row)[:60]
+            found = "null" if response is None else shorten(response)
+            found = found if "response" in row else f"only the fields {names}"
+            raise UserError(
+                f"response: expected an object with choices beside the request, got {found}; rename or add "
+                "it, or remove a failed call"
+            )
         choices = response.get("choices")
         if not isinstance(choices, list) or not choices:
             found = shorten(choices)

@@ -51,7 +51,8 @@ def parse_json(content: bytes, place: str) -> object:
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
         hint = _json_hint(error)
-        raise UserError(f"{place}: broken JSON at {line}character {error.colno}: {error.msg}{hint}") from None
+        problem = error.msg.removesuffix(" starting at")
+        raise UserError(f"{place}: broken JSON at {line}character {error.colno}: {problem}{hint}") from None
     except UnicodeDecodeError as error:
         reason = f"{error.reason} at byte {error.start + 1}{encoding_hint(content)}"
         raise UserError(f"{place}: expected UTF-8 text: {reason}") from None
@@ -67,6 +68,8 @@ def _json_hint(error: json.JSONDecodeError) -> str:
         return "; write one value per line, or a list of all"
     if error.doc[error.pos : error.pos + 1] == "'":
         return "; JSON has double quotes: write it with json.dumps, not str"
+    if error.msg.startswith("Unterminated") or error.pos >= len(error.doc.rstrip()) > 0:
+        return "; it ends too early: write it again, or remove it"
     return ""
 
 
