@@ -198,6 +198,10 @@ MALFORMED = {
         r'got custom_id, body; join requests and results by custom_id: \{"request": body, "response": ',
     ),
     "answer alone": ({"choices": []}, "got choices; log each answer with its request"),
+    "turns of ShareGPT": (
+        {"messages": [{"from": "gpt", "value": "a", "role": "assistant", "content": "a"}]},
+        r"messages\[0\].from: not read; write role and content, or name the list conversations",
+    ),
     "a score": (
         {"messages": chat("a", "b"), "score": 1},
         "score: not read; a reward is called reward, or list",

@@ -69,6 +69,7 @@ ADVICE = {  # what to do about fields that are probably meant to be read
     "attention_mask": "not read; give unpadded tokens and a loss_mask (0: not trained on)",
     "response_mask": "not read; give a loss_mask with one entry per token, 0 for the prompt",
     "finish_reason": "not read here; give each trajectory, or its last message, a finish_reason of its own",
+    "from": "not read; write role and content, or name the list conversations, as in ShareGPT",
     "score": "not read; a reward is called reward",
     "reward": "not read here; give each trajectory a reward of its own",
     "preference": "not read here; give each trajectory a preference of its own",

@@ -30,7 +30,7 @@ from titan_tree.components.tree_tokenizer.vocabulary import (
     read_json,
     read_tiktoken,
 )
-from titan_tree.errors import UserError, errors_at, missing_snapshot, shorten
+from titan_tree.errors import SNAPSHOT, UserError, errors_at, missing_snapshot, shorten
 from titan_tree.plugins import import_attribute, is_import_string
 from titan_tree.tree.paths import TokenPath
 
@@ -95,6 +95,8 @@ class TreeTokenizer:
             return TreeTokenizer.from_tiktoken(name, template=template or "chatml")
         if is_import_string(name):
             return _own_tokenizer(str(name), template)
+        if not Path(name).expanduser().exists():
+            raise UserError(f"{name}: {missing_snapshot(name, f'{SNAPSHOT}, a .tiktoken file or byte')}")
         return TreeTokenizer.from_hf(name, template)
 
     @staticmethod
