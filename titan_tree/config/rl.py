@@ -94,7 +94,8 @@ class RLConfig(Checked, table="rl"):
     # Sampling keeps the fewest likeliest token ids whose probabilities add up to top_p (docs/data.md).
     top_p: float = setting(1.0, between(1e-6, 1.0))
     top_k: int = setting(0, at_least(0))  # Sampling keeps the top_k likeliest token ids. 0: all.
-    min_p: float = setting(0.0, between(0.0, 1.0))  # It keeps ids with this share of the largest probability.
+    # Sampling keeps token ids with at least min_p times the largest probability. 0: all.
+    min_p: float = setting(0.0, between(0.0, 1.0))
     # Maximum tokens of one turn. A rollout that is cut off has reward 0.
     max_turn_tokens: int = setting(1024, at_least(1))
     max_rollout_tokens: int = setting(8192, at_least(2))  # Maximum tokens of each context, prompt included.
