@@ -397,7 +397,7 @@ class EmulatedKernel:
         self.function = self._translate(kernel)
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*args: Any, num_warps: int, maxnreg: int = 0, **constants: Any) -> None:
+        def launch(*args: Any, num_warps: int, maxnreg: int | None = None, **constants: Any) -> None:
             def run() -> None:
                 self.function(*map(_argument, args), **constants)
 

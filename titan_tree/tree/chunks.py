@@ -87,6 +87,7 @@ class Chains(NamedTuple):
     """
 
     slot: Tensor  # [C]: the slot that stores the final state of chunk c; -1: only the next chunk needs it
+    reader: Tensor  # [C]: the first reader of this slot, see ``child``; -1: there is no slot
     first: Tensor  # [B]: chain b consists of the chunks first[b] .. end[b] - 1
     end: Tensor  # [B]
     source: Tensor  # [B]: the slot that chain b starts from; -1: it starts from zero
@@ -139,13 +140,14 @@ def make_chains(chunks: Chunks, num_rows: int = 0) -> Chains:
     starts = np.concatenate([source, slot[exported]])
     child = np.argsort(starts, kind="stable")
     first_child = np.searchsorted(starts[child], np.arange(max(num_slots, PAD) + 1))
+    reader = np.where(slot >= 0, child.take(first_child[slot], mode="clip"), -1)
     edges = np.arange(rank.max() + 2)
     rounds = [
         np.searchsorted(np.sort(rank), edges),
         num_rows + np.searchsorted(np.sort(stored_rank), edges),
         np.maximum.accumulate(needed),
     ]
-    columns = slot, first, end, source, slot[exported], first_child, child
+    columns = slot, reader, first, end, source, slot[exported], first_child, child
     return Chains._make([*map(int32, columns), torch.from_numpy(np.stack(rounds, axis=1))])
 
 

@@ -55,7 +55,8 @@ def emulate(monkeypatch):
     """Lets the emulator run the Gluon kernels."""
     for module, kernel in KERNELS:
         monkeypatch.setattr(module, kernel, EmulatedKernel(getattr(module, kernel)))
-    monkeypatch.setattr(inputs_pass, "num_multiprocessors", lambda device: 3)
+    for module in (inputs_pass, passes):
+        monkeypatch.setattr(module, "num_multiprocessors", lambda device: 3)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from tests.support.forests import forest
 from tests.support.hopper_compiler import SHARED_MEMORY, compile_launches, compiled_by
 from titan_tree.components.recurrence import hopper
 from titan_tree.components.recurrence.hopper import inputs as inputs_pass
+from titan_tree.components.recurrence.hopper import passes
 from titan_tree.tree.chunks import make_chains, make_chunks
 
 BUILDS = (64, 128)
@@ -27,9 +28,9 @@ SOURCES = (
 def compile_kernels(dim: int) -> None:
     """Launches every Gluon kernel of both passes: with K = V = dim, and for SSD with K = dim and V = 64.
 
-    KDA comes last.
+    They are launched for many and for few multiprocessors. KDA comes last.
     """
-    compile_launches("K", "V", "FORWARD", "DELTA", "INVERSE")
+    compile_launches("K", "V", "FORWARD", "DELTA", "INVERSE", "STAGES")
     inputs_pass.num_multiprocessors = lambda device: 132
     chunks = make_chunks(forest([-1], [200]), np.empty(0, np.int64))
     chains = make_chains(chunks)
@@ -37,8 +38,10 @@ def compile_kernels(dim: int) -> None:
     g, beta = torch.zeros(200, 4), torch.zeros(200, 4, dtype=torch.bfloat16)
     rules = (v, g, beta), (v[..., :64].contiguous(), g, None), (v, g[..., None].expand(-1, -1, dim), beta)
     for values, g, gate in rules:
-        _, exported, saved = hopper.forward(q, k, values, g, gate, None, chunks, chains)
-        hopper.backward(values, exported, q, k, values, g, gate, None, saved, chunks, chains)
+        for multiprocessors in (132, 1):
+            passes.num_multiprocessors = lambda device, count=multiprocessors: count
+            _, exported, saved = hopper.forward(q, k, values, g, gate, None, chunks, chains)
+            hopper.backward(values, exported, q, k, values, g, gate, None, saved, chunks, chains)
 
 
 @pytest.mark.slow
@@ -55,8 +58,13 @@ def test_kernels_compile_for_hopper(dim):
     assert [(result["kernel"], result["inverse"]) for result in kda] == [*SPILLS]
     for result in kda:
         assert result["spills"] <= SPILLS[result["kernel"], result["inverse"]], result
+    pairs = {
+        (result["forward"], result["delta"]) for result in results if result["stages"] == passes.PAIR_STAGES
+    }
+    assert pairs == {(False, True), (True, False), (False, False)}
     for result in results:
-        assert result["shared"] <= SHARED_MEMORY, result
+        half = (SHARED_MEMORY + 1024) // 2 - 1024  # each program of a multiprocessor takes 1 KiB more
+        assert result["shared"] <= (half if result["stages"] == passes.PAIR_STAGES else SHARED_MEMORY), result
         assert not result["warnings"], result
     for result in results[: -len(kda)]:
         assert result["spills"] <= (96 if result["kernel"] == "_inputs_kernel" else 0), result

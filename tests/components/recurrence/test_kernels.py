@@ -254,7 +254,7 @@ def test_chains_are_maximal_runs_in_rounds(seed):
     chains = make_chains(chunks, rows)
     assert all(x.dtype == torch.int32 for x in chains[:-1])
     before, exported = chunks.before.tolist(), chunks.exported.tolist()
-    slot, first, end, source, exported_slots, first_child, child = (x.tolist() for x in chains[:-1])
+    slot, reader, first, end, source, exported_slots, first_child, child = (x.tolist() for x in chains[:-1])
     num_chains, num_slots, num_chunks = chains.rounds[-1].tolist()
     assert num_chunks == len(before)
 
@@ -276,6 +276,7 @@ def test_chains_are_maximal_runs_in_rounds(seed):
     for s in range(len(first_child) - 1):
         children = child[first_child[s] : first_child[s + 1]]
         assert children == [i for i, x in enumerate(starts) if x == s]
+    assert reader == [starts.index(s) if s >= 0 else -1 for s in slot]
 
     # A chain's round follows the round that fills its slot. Within a round, longer chains come first.
     chain_of = {c: i for i, x in enumerate(ranges) for c in range(*x)}

@@ -6,8 +6,9 @@ Without the delta rule, n is v and X is dv, so no kernel writes them.
 A round (``tree/chunks.py``) is all chains that can run at once. The forward pass runs rounds in order: a
 chain starts from a slot that an earlier round filled. The backward pass runs them in reverse. There, each
 chain writes the gradient of the state that it starts from into a buffer of its own. Before the chain that
-filled a slot runs, ``_slot_kernel`` adds up the slot's gradients, in the order of ``Chains.child``. So every
-sum has a fixed order, and the serial loop of a chain contains no other loop.
+filled a slot runs, ``_slot_kernel`` adds the gradients of the slot's other readers to that of the first, in
+the order of ``Chains.child``. So every sum has a fixed order, and the serial loop of a chain contains no
+other loop.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Passes(NamedTuple):
     scores: Callable[..., Tensor]  # (q, k, v, saved, chunks): returns s P
     # (k, v, state, new, saved, chunks, chains): a pass that fills S^T and n^T, from filled slots
     states: Callable[..., Run]
-    # (q, k, do, scores, dstate, x, slot_gradient, start_gradient, saved, chunks, chains): a pass that fills
-    # dstate, x and start_gradient
+    # (q, k, do, scores, dstate, x, start_gradient, saved, chunks, chains): a pass that fills dstate, x and
+    # start_gradient
     state_gradients: Callable[..., Run]
     # (q, k, v, do, state, dstate, new, x, gradients, saved, chunks): fills gradients
     input_gradients: Callable[..., None]
@@ -80,22 +81,20 @@ def backward(
     dstate, x = empty_states(saved)
     if beta is None:
         new, x = v, dv
-    slot_gradient, num_chains = torch.empty_like(saved.slots), len(chains.first)
+    num_rows, num_chains = rounds[0][1], len(chains.first)
+    gateway_gradient = saved.slots.new_empty(num_rows, *saved.slots.shape[1:])
     start_gradient = saved.slots.new_empty(num_chains + len(dexported), *saved.slots.shape[1:])
     start_gradient[num_chains:] = dexported.mT
-    run = passes.state_gradients(
-        q, k, do, scores, dstate, x, slot_gradient, start_gradient, saved, chunks, chains
-    )
+    run = passes.state_gradients(q, k, do, scores, dstate, x, start_gradient, saved, chunks, chains)
 
     # The states are recomputed from their slots, all chains at once. The reverse pass does not need them, and
     # a few chains cannot fill the GPU, so both run at the same time. The longer one, the reverse pass, goes
     # first.
     with beside(k, priority=-1):
         for (chain, slot, _), (end, slot_end, _) in reversed(list(itertools.pairwise(rounds))):
-            _sum_children(start_gradient, slot_gradient, chains, slot, slot_end)
+            _sum_children(start_gradient, start_gradient, chains, slot, slot_end)
             run(chain, end)
-        num_rows = rounds[0][1]
-        _sum_children(start_gradient, slot_gradient, chains, 0, num_rows)
+        _sum_children(start_gradient, gateway_gradient, chains, 0, num_rows)
     with beside(k):
         recompute(0, rounds[-1][0])
     join(k, priority=-1)
@@ -103,29 +102,36 @@ def backward(
     passes.input_gradients(q, k, v, do, state, dstate, new, x, (dq, dk, dv, dg, dbeta), saved, chunks)
     gradients = [y for y in (dq, dk, dv, dg, dbeta) if y is not None]
     if states is not None:
-        gradients.append(slot_gradient[:num_rows].mT.contiguous().to(states.dtype))
+        gradients.append(gateway_gradient.mT.contiguous().to(states.dtype))
     return gradients
 
 
-def _sum_children(starts: Tensor, slots: Tensor, chains: Chains, first: int, end: int) -> None:
-    """Fills the gradients of slots first .. end - 1 with sums over the chains that start from each slot."""
+def _sum_children(starts: Tensor, totals: Tensor, chains: Chains, first: int, end: int) -> None:
+    """Adds up the gradients of slots first .. end - 1 over the readers of each slot.
+
+    Row s of ``totals`` gets the sum of slot s. If ``totals`` is ``starts``, the row of its first reader does.
+    """
     if first == end:
         return
-    _, heads, width, width_k = slots.shape
+    _, heads, width, width_k = starts.shape
     size, block = heads * width * width_k, min(width * width_k, 2048)
     _slot_kernel[(end - first, size // block)](
-        starts, slots, chains.first_child, chains.child, first, size, BLOCK=block
+        starts, totals, chains.first_child, chains.child, first, size, IN_PLACE=totals is starts, BLOCK=block
     )
 
 
 @triton.jit(do_not_specialize=["first_slot"])
 def _slot_kernel(
-    start_gradient_ptr, slot_gradient_ptr, first_child_ptr, child_ptr, first_slot, SIZE, BLOCK: tl.constexpr,
+    start_gradient_ptr, total_ptr, first_child_ptr, child_ptr, first_slot, SIZE, IN_PLACE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one slot: the sum over the chains that start from it."""
+    """The gradient of one slot: the sum over its readers."""
     slot = first_slot + tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for i in range(tl.load(first_child_ptr + slot), tl.load(first_child_ptr + slot + 1)):
-        total += tl.load(start_gradient_ptr + tl.load(child_ptr + i).to(tl.int64) * SIZE + element)
-    tl.store(slot_gradient_ptr + slot * SIZE + element, total)
+    first, end = tl.load(first_child_ptr + slot), tl.load(first_child_ptr + slot + 1)
+    row = tl.load(child_ptr + first).to(tl.int64) if IN_PLACE else slot
+    if not IN_PLACE or end - first > 1:
+        total = tl.zeros([BLOCK], tl.float32)
+        for i in range(first, end):
+            total += tl.load(start_gradient_ptr + tl.load(child_ptr + i).to(tl.int64) * SIZE + element)
+        tl.store(total_ptr + row * SIZE + element, total)

@@ -50,7 +50,14 @@ from titan_tree.components.recurrence.hopper.tiles import (
 )
 from titan_tree.components.recurrence.rounds import Run, beside, join
 from titan_tree.components.recurrence.triton_kernels.forward_kernels import sum_gates
-from titan_tree.components.rings import make_ring, matrix, release, vector, wait_full
+from titan_tree.components.rings import (
+    make_ring,
+    matrix,
+    num_multiprocessors,
+    release,
+    vector,
+    wait_full,
+)
 from titan_tree.errors import UserError
 from titan_tree.tree.chunks import CHUNK, Chains, Chunks
 
@@ -199,8 +206,8 @@ def _chain_kernel(
 
 @gluon.jit
 def _gradient_consumer(
-    dstate_rows, x_rows, dv_ptr, slot_gradient_ptr, start_gradient_ptr, number_ptr, source_ptr, slot_ptr,
-    start_ptr, memory, work,
+    dstate_rows, x_rows, dv_ptr, start_gradient_ptr, number_ptr, source_ptr, reader_ptr, start_ptr, memory,
+    work,
     G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
     """Runs a chain from its end, see ``_gradient_kernel``; ``dstate`` is dS'^T of each chunk."""
@@ -212,7 +219,7 @@ def _gradient_consumer(
     dstate = gl.zeros([BLOCK_V, K], gl.float32, STATE)
     chunk = work.first + work.count - 1
     last = decay_of(number_ptr, chunk, work, G)
-    slot = gl.load(slot_ptr + chunk)
+    reader = gl.load(reader_ptr + chunk)
     for i in range(work.count):
         s = i % STAGES
         k, q = memory.ring.slots.index(s), memory.q.index(s)
@@ -221,10 +228,10 @@ def _gradient_consumer(
         # Loaded one step ahead: the next step computes the previous chunk.
         chunk = gl.maximum(chunk - 1, work.first)
         next_last = decay_of(number_ptr, chunk, work, G)
-        next_slot = gl.load(slot_ptr + chunk)
+        next_reader = gl.load(reader_ptr + chunk)
 
-        if slot >= 0:
-            dstate += gl.load(slot_gradient_ptr + tile_of(slot, work, G, K, V, STATE))
+        if reader >= 0:
+            dstate += gl.load(start_gradient_ptr + tile_of(reader, work, G, K, V, STATE))
         rounded = dstate.to(k.dtype)
         operand = gl.convert_layout(rounded, TOKENS_OPERAND)
         dstate *= gl.exp2(last)  # not during a product: ptxas would wait for it
@@ -259,7 +266,7 @@ def _gradient_consumer(
             store_tokens(dv_ptr, memory.out, start_ptr, current, column, G * V, BLOCK_V)
             dstate, scaled = warpgroup_mma_wait(0, [dstate, scaled])
         release(memory.ring, i, STAGES)
-        last, slot = next_last, next_slot
+        last, reader = next_last, next_reader
     if gl.load(source_ptr + work.chain) >= 0:
         gl.store(start_gradient_ptr + tile_of(work.chain, work, G, K, V, STATE), dstate)
     tma.store_wait(0)
@@ -268,8 +275,8 @@ def _gradient_consumer(
 @gluon.jit(do_not_specialize=["plane", "first_chain"])
 def _gradient_kernel(
     q_rows, k_rows, do_rows, inverse_rows, p_rows, number_row, dstate_rows, x_rows, dv_ptr,
-    slot_gradient_ptr, start_gradient_ptr, number_ptr, first_ptr, end_ptr, source_ptr, slot_ptr, start_ptr,
-    plane, first_chain,
+    start_gradient_ptr, number_ptr, first_ptr, end_ptr, source_ptr, reader_ptr, start_ptr, plane,
+    first_chain,
     GROUP: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
     DELTA: gl.constexpr,
 ):  # fmt: skip
@@ -299,8 +306,8 @@ def _gradient_kernel(
     gl.warp_specialize(
         [
             (_gradient_consumer, (
-                dstate_rows, x_rows, dv_ptr, slot_gradient_ptr, start_gradient_ptr, number_ptr, source_ptr,
-                slot_ptr, start_ptr, memory, work, G, K, V, STAGES, DELTA,
+                dstate_rows, x_rows, dv_ptr, start_gradient_ptr, number_ptr, source_ptr, reader_ptr,
+                start_ptr, memory, work, G, K, V, STAGES, DELTA,
             )),
             (producer, (
                 q_rows, k_rows, do_rows, inverse_rows, p_rows, number_row, plane, start_ptr, memory, work,
@@ -314,6 +321,9 @@ def _gradient_kernel(
 # Launches.
 
 STAGES = 3  # chunks in flight: as many as fit into 227 KiB at K = 128
+# If many programs wait, two share a multiprocessor, with half of its shared memory and registers each. A step
+# is slower, but two run at once.
+PAIR_STAGES, PAIR_REGISTERS = 2, 128
 
 
 def outputs(
@@ -328,8 +338,9 @@ def outputs(
     sum_gates(g, beta, saved, chunks)
     scores, prepare_chunks = prepare(q, k, v, saved, chunks, inverse=saved.has_delta)
     tiles = _tiles(q, k, v, scores, saved)
-    rest = None, None, o, saved.slots, *_where(saved, chunks, chains)
-    run = _run(_chain_kernel, [*tiles, *rest], q, v, FORWARD=True, DELTA=saved.has_delta)
+    rest = None, None, o, saved.slots, *_where(saved, chunks, chains, chains.slot)
+    delta = saved.has_delta
+    run = _run(_chain_kernel, [*tiles, *rest], q, v, pairs=not delta, FORWARD=True, DELTA=delta)
     for (first, _, chunk), (end, _, chunk_end) in itertools.pairwise(chains.rounds.tolist()):
         if chunk < chunk_end:
             prepare_chunks(chunk, chunk_end)
@@ -343,23 +354,24 @@ def states(
 ) -> Run:
     """Returns a pass that fills ``state`` (S^T) and ``new`` (n^T) of chains whose slots are filled."""
     tiles = _tiles(None, k, v, None, saved)
-    rest = None, saved.slots, *_where(saved, chunks, chains)
+    rest = None, saved.slots, *_where(saved, chunks, chains, chains.slot)
     arguments = [*tiles, *_parts(saved, state, new), *rest]
-    return _run(_chain_kernel, arguments, k, v, FORWARD=False, DELTA=saved.has_delta)
+    return _run(_chain_kernel, arguments, k, v, pairs=True, FORWARD=False, DELTA=saved.has_delta)
 
 
 def state_gradients(
-    q: Tensor, k: Tensor, do: Tensor, scores: Tensor, dstate: Tensor, x: Tensor, slot_gradient: Tensor,
-    start_gradient: Tensor, saved: Saved, chunks: Chunks, chains: Chains,
+    q: Tensor, k: Tensor, do: Tensor, scores: Tensor, dstate: Tensor, x: Tensor, start_gradient: Tensor,
+    saved: Saved, chunks: Chunks, chains: Chains,
 ) -> Run:  # fmt: skip
     """Returns a pass that fills ``dstate`` (dS'^T), ``x`` (X^T, or dv) and ``start_gradient`` of chains.
 
-    It reads the gradients of the chains' own slots.
+    It reads the gradients of the chains' own slots from the rows ``Chains.reader`` of ``start_gradient``.
     """
     tiles = _tiles(q, k, do, scores, saved)
-    rest = None if saved.has_delta else x, slot_gradient, start_gradient, *_where(saved, chunks, chains)
+    where = _where(saved, chunks, chains, chains.reader)
+    rest = None if saved.has_delta else x, start_gradient, *where
     arguments = [*tiles, *_parts(saved, dstate, x), *rest]
-    return _run(_gradient_kernel, arguments, q, do, DELTA=saved.has_delta)
+    return _run(_gradient_kernel, arguments, q, do, pairs=False, DELTA=saved.has_delta)
 
 
 def _tiles(
@@ -387,17 +399,31 @@ def _parts(saved: Saved, state: Tensor, new: Tensor) -> list[TensorDescriptor | 
     return [rows_of(state, BLOCK_V.value), rows_of(new, BLOCK_V.value) if saved.has_delta else None]
 
 
-def _where(saved: Saved, chunks: Chunks, chains: Chains) -> list[Tensor | int]:
+def _where(saved: Saved, chunks: Chunks, chains: Chains, per_chunk: Tensor) -> list[Tensor | int]:
     numbers = saved.numbers
-    return [numbers, chains.first, chains.end, chains.source, chains.slot, chunks.start, numbers.stride(0)]
+    return [numbers, chains.first, chains.end, chains.source, per_chunk, chunks.start, numbers.stride(0)]
 
 
-def _run(kernel: GluonJITFunction, args: list, q: Tensor, v: Tensor, **constants: bool) -> Run:
+def _run(
+    kernel: GluonJITFunction, args: list, q: Tensor, v: Tensor, *, pairs: bool, **constants: bool
+) -> Run:
+    """Returns a pass over chains.
+
+    Args:
+        kernel: computes chains.
+        args: its first arguments.
+        q: queries or keys.
+        v: values.
+        pairs: two of its programs fit into a multiprocessor.
+        constants: its constants.
+    """
     (heads_k, width_k), (heads, width) = q.shape[1:], v.shape[1:]
-    dims = {"GROUP": heads // heads_k, "G": heads, "K": width_k, "V": width, "STAGES": STAGES}
-    programs = heads * (width // BLOCK_V.value)  # per chain
+    dims = {"GROUP": heads // heads_k, "G": heads, "K": width_k, "V": width}
 
     def run(first: int, end: int) -> None:
-        kernel[((end - first) * programs,)](*args, first, **dims, **constants, num_warps=4)
+        programs = (end - first) * heads * (width // BLOCK_V.value)
+        in_pairs = pairs and programs > 2 * num_multiprocessors(q.device)
+        stages, registers = (PAIR_STAGES, PAIR_REGISTERS) if in_pairs else (STAGES, None)
+        kernel[(programs,)](*args, first, **dims, **constants, STAGES=stages, num_warps=4, maxnreg=registers)
 
     return run

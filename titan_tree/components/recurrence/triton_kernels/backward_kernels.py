@@ -94,7 +94,7 @@ def _query_kernel(
 @triton.jit(do_not_specialize=["first_chain"])
 def _state_gradient_kernel(
     q_ptr, k_ptr, do_ptr, inverse_ptr, p_ptr, read_ptr, write_ptr, query_ptr, total_ptr, dstate_ptr, x_ptr,
-    slot_gradient_ptr, start_gradient_ptr, first_ptr, end_ptr, source_ptr, slot_ptr, start_ptr, first_chain,
+    start_gradient_ptr, first_ptr, end_ptr, source_ptr, reader_ptr, start_ptr, first_chain,
     GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, RAW: tl.constexpr,
     DELTA: tl.constexpr,
@@ -132,13 +132,13 @@ def _state_gradient_kernel(
         p = tl.load(p_ptr + row * C + (t[:, None] * C + t[None, :]))
         # Factors of the previous chunk, which the next step computes.
         next_row = (tl.maximum(chunk - 1, 0).to(tl.int64) * G + head) * C
-        slot = load_hidden(slot_ptr + clamped, RAW)
+        reader = load_hidden(reader_ptr + clamped, RAW)
         next_write = tl.load(write_ptr + next_row + t)
         next_read = tl.load(read_ptr + next_row + t) if DELTA else next_write
         next_query = tl.load(query_ptr + next_row + t)
         next_last = tl.load(total_ptr + next_row + C - 1)
-        if slot >= 0:
-            dstate += tl.load(slot_gradient_ptr + (slot.to(tl.int64) * G + head) * K * V + state_tile)
+        if reader >= 0:
+            dstate += tl.load(start_gradient_ptr + (reader.to(tl.int64) * G + head) * K * V + state_tile)
         rounded = dstate.to(k.dtype)
         tl.store(dstate_ptr + row // C * K * V + state_tile, rounded)
         dnew = tl.dot(rounded, tl.trans(k), input_precision=PRECISION) * write[None, :]
@@ -244,12 +244,12 @@ def _input_kernel(
 
 
 def state_gradients(
-    q: Tensor, k: Tensor, do: Tensor, scores: Tensor, dstate: Tensor, x: Tensor, slot_gradient: Tensor,
-    start_gradient: Tensor, saved: Saved, chunks: Chunks, chains: Chains,
+    q: Tensor, k: Tensor, do: Tensor, scores: Tensor, dstate: Tensor, x: Tensor, start_gradient: Tensor,
+    saved: Saved, chunks: Chunks, chains: Chains,
 ) -> Run:  # fmt: skip
     """Returns a pass that fills ``dstate`` (dS'^T), ``x`` (X^T) and ``start_gradient`` of chains.
 
-    It reads the gradients of the chains' own slots.
+    It reads the gradients of the chains' own slots from the rows ``Chains.reader`` of ``start_gradient``.
     """
     factors, block = saved.factors, min(do.shape[2], 64)
 
@@ -257,8 +257,8 @@ def state_gradients(
         programs = (end - first) * do.shape[1] * (do.shape[2] // block)
         _state_gradient_kernel[(programs,)](
             q, k, do, saved.inverse, scores, factors.read, factors.write, factors.query, factors.total,
-            dstate, x, slot_gradient, start_gradient, chains.first, chains.end, chains.source, chains.slot,
-            chunks.start, first, **sizes(q, do), BLOCK_V=block, PRECISION=precision(k),
+            dstate, x, start_gradient, chains.first, chains.end, chains.source, chains.reader, chunks.start,
+            first, **sizes(q, do), BLOCK_V=block, PRECISION=precision(k),
             STAGES=stages(k, programs), RAW=k.is_cuda, DELTA=saved.has_delta,
         )  # fmt: skip
 

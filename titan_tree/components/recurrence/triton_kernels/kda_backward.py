@@ -62,7 +62,7 @@ from titan_tree.tree.chunks import Chains, Chunks
 @triton.jit(do_not_specialize=["first_chain"])
 def _state_gradient_kernel(
     query_ptr, read_ptr, write_ptr, do_ptr, inverse_ptr, p_ptr, keep_ptr, dstate_ptr, x_ptr,
-    slot_gradient_ptr, start_gradient_ptr, first_ptr, end_ptr, source_ptr, slot_ptr, start_ptr, first_chain,
+    start_gradient_ptr, first_ptr, end_ptr, source_ptr, reader_ptr, start_ptr, first_chain,
     GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
@@ -88,10 +88,10 @@ def _state_gradient_kernel(
         inverse = tl.load(inverse_ptr + row * C * C + (t[:, None] * C + t[None, :]))
         query = tl.load(query_ptr + token * K + key, mask=is_token, other=0.0)
         read = tl.load(read_ptr + token * K + key, mask=is_token, other=0.0)
-        slot = load_hidden(slot_ptr + clamped, RAW)
+        reader = load_hidden(reader_ptr + clamped, RAW)
         next_keep = tl.load(keep_ptr + (tl.maximum(chunk - 1, first).to(tl.int64) * G + head) * K + d)
-        if slot >= 0:
-            dstate += tl.load(slot_gradient_ptr + (slot.to(tl.int64) * G + head) * K * V + state_tile)
+        if reader >= 0:
+            dstate += tl.load(start_gradient_ptr + (reader.to(tl.int64) * G + head) * K * V + state_tile)
         rounded = dstate.to(write.dtype)
         tl.store(dstate_ptr + row * K * V + state_tile, rounded)
         dnew = tl.dot(rounded, tl.trans(write), input_precision=PRECISION)
@@ -241,11 +241,11 @@ def _input_kernel(
 
 def state_gradients(
     prepared: Prepared, q: Tensor, k: Tensor, do: Tensor, scores: Tensor, dstate: Tensor, x: Tensor,
-    slot_gradient: Tensor, start_gradient: Tensor, saved: Saved, chunks: Chunks, chains: Chains,
+    start_gradient: Tensor, saved: Saved, chunks: Chunks, chains: Chains,
 ) -> Run:  # fmt: skip
     """Returns a pass that fills ``dstate`` (dS'^T), ``x`` (X^T) and ``start_gradient`` of chains.
 
-    It reads the gradients of the chains' own slots.
+    It reads the gradients of the chains' own slots from the rows ``Chains.reader`` of ``start_gradient``.
     """
     block = min(do.shape[2], 64)
 
@@ -253,8 +253,8 @@ def state_gradients(
         programs = (end - first) * do.shape[1] * (do.shape[2] // block)
         _state_gradient_kernel[(programs,)](
             prepared.query, prepared.read, prepared.write, do, saved.inverse, scores, prepared.keep,
-            dstate, x, slot_gradient, start_gradient, chains.first, chains.end, chains.source, chains.slot,
-            chunks.start, first, **sizes(q, do), BLOCK_V=block, PRECISION=precision(k),
+            dstate, x, start_gradient, chains.first, chains.end, chains.source, chains.reader, chunks.start,
+            first, **sizes(q, do), BLOCK_V=block, PRECISION=precision(k),
             STAGES=min(stages(k, programs, least=1), 2), RAW=k.is_cuda,
         )  # fmt: skip
 
