@@ -246,15 +246,15 @@ def test_a_prefill_is_context_of_the_answer_that_continues_it(tmp_path, row):
         ),
         (
             request(ASK, SAYS | {"content": ""}),
-            "messages[1]: expected text, reasoning or tool calls in a trained answer, got none; remove",
+            "messages[1], the last: expected text, reasoning or tool calls in a trained answer, got none; ",
         ),
         (
             choice({"role": "assistant", "content": None}, "stop"),
-            "messages[1]: expected text, reasoning or tool",
+            "messages[1], the last: expected text, reasoning or tool",
         ),
         (
             claude("end_turn"),
-            "messages[1]: expected text, reasoning or tool calls in a trained answer, got none",
+            "messages[1], the last: expected text, reasoning or tool calls in a trained answer, got none",
         ),
     ],
 )

@@ -77,7 +77,7 @@ class TreeAttention(nn.Module):
         if self.backend == AUTO:
             names = ATTENTION_BACKENDS.automatic(layout.positions.device)
             if not self._logged and not torch.compiler.is_compiling():
-                logger.info("TreeAttention: backend 'auto' tries %s", ", then ".join(names))
+                logger.info("TreeAttention: backend 'auto' uses %s", ", or else ".join(names))
                 self._logged = True
         with torch.no_grad():
             backend = ATTENTION_BACKENDS[names[0]]

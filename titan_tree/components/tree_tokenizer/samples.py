@@ -111,9 +111,10 @@ class ConversationSamples:
             is_empty = is_empty or len(text) == len(prompt)
             return RenderedSample(text, [] if is_empty else [(len(prompt), len(text))])
         if is_empty:
+            last = ", the last" if index == len(self.messages) - 1 else ""  # the response of a call
             raise UserError(
-                f"messages[{index}]: expected text, reasoning or tool calls in a trained answer, got none; "
-                "remove the message, or give it weight 0 or a finish_reason such as length"
+                f"messages[{index}]{last}: expected text, reasoning or tool calls in a trained answer, got "
+                "none; remove the message or its call, or give it weight 0 or a finish_reason such as length"
             )
         end = len(stripped) if tokens and len(stripped) > len(prompt) else len(text)
         if how == "continued":
