@@ -25,12 +25,13 @@ from titan_tree.components.tree_attention import Scoring, hopper, triton_kernels
 from titan_tree.components.tree_attention import plan as plans
 from titan_tree.components.tree_attention.hopper import (
     forward_pass,
+    jobs,
     key_pass,
     query_pass,
     wide_key_pass,
 )
 from titan_tree.components.tree_attention.hopper import pieces as work_items
-from titan_tree.components.tree_attention.plan import PIECE, TILE, Plan, prepare
+from titan_tree.components.tree_attention.plan import KEYS, PIECE, TILE, Plan, prepare
 
 
 class Case(NamedTuple):
@@ -161,6 +162,29 @@ def test_programs_get_equal_work(n_blocks, heads):
         work.append(sum(int(block) + 1 for block, _, _ in items))
     assert sorted(seen) == [(block, head) for block in range(n_blocks) for head in range(heads[0])]
     assert max(work) < 1.04 * sum(work) / 132
+
+
+@pytest.mark.parametrize("split", [1, 2])
+def test_programs_take_each_job_and_head_once(split):
+    """Jobs come in the order of their key blocks, but the last key head's heaviest jobs come first."""
+    plan = prepare(make_layout([(-1, 3000), *[(0, 400)] * 6]))
+    job_of, n_jobs, heads_k = EmulatedKernel(jobs.job_of).function, len(plan.job_block), 3
+    names = "first_full", "end_full", "job_block", "job_begin", "job_end", "job_part", "job_order"
+    columns = jobs.Jobs(*(Pointer(getattr(plan, name)) for name in names), n_jobs)
+    taken = []
+    for index in range(n_jobs * heads_k * split):
+        here.program = Program(index, n_jobs * heads_k * split, random.Random(0))
+        job = job_of(columns, index, TILE, KEYS, KEYS // split)
+        taken.append(tuple(int(x) for x in (job.head_k, job.key, job.begin, job.end)))
+    used = [job for job in taken if job[2] >= 0]
+    n_used = int(plan.job_stop[-1]) * split
+    assert len(set(used)) == len(used) == n_used * heads_k
+    assert [job[0] for job in used] == [head for head in range(heads_k) for _ in range(n_used)]
+    for head in range(heads_k - 1):
+        of_head = used[head * n_used : (head + 1) * n_used : split]
+        assert of_head == sorted(of_head)
+    work = [end - begin for _, _, begin, end in used[-n_used:]]
+    assert work == sorted(work, reverse=True) != [end - begin for _, _, begin, end in used[:n_used]]
 
 
 def slot_branches(plan: Plan, n_keys: int) -> set[str]:

@@ -186,14 +186,17 @@ def test_jobs_cut_ranges_evenly(nodes):
     ]
     jobs = torch.stack([plan.job_block, plan.job_begin, plan.job_end, plan.job_part], 1).tolist()
     limit = max(sum(map(len, tiles)) / JOBS, SHORTEST_JOB)
-    work = [end - begin for _, begin, end, _ in jobs]
+    n_jobs = int(plan.job_stop[-1])
+    assert jobs[:n_jobs] == sorted(jobs[:n_jobs])
+    work = [jobs[i][2] - jobs[i][1] for i in plan.job_order.tolist()]
     assert work == sorted(work, reverse=True)
+    assert sorted(plan.job_order.tolist()) == list(range(len(jobs)))
     assert work[0] <= limit + 1
     todo = {(block, tile) for block, its in enumerate(tiles) for tile in its}
     parts = {}
-    for _, begin, end, _ in jobs[int(plan.job_stop[-1]) :]:
+    for _, begin, end, _ in jobs[n_jobs:]:
         assert begin == end == -1  # past the last job
-    for block, begin, end, part in jobs[: int(plan.job_stop[-1])]:
+    for block, begin, end, part in jobs[:n_jobs]:
         for tile in range(begin, end):
             todo.remove((block, tile))  # KeyError: a tile of two jobs, or of none
         if part >= 0:

@@ -68,10 +68,11 @@ class Plan(NamedTuple):
     range_order: Tensor  # [nk]: key blocks, most work first
     # Ranges cut into jobs. Tile i is queries i * TILE .. (i + 1) * TILE - 1.
     job_stop: Tensor  # [nk]: number of jobs of the key blocks range_order[:i + 1]
-    job_block: Tensor  # [nj]: the key block of each job, most work first
+    job_block: Tensor  # [nj]: the key block of each job, in ascending order
     job_begin: Tensor  # [nj]: the job's tiles are job_begin .. job_end - 1; -1 past the last job
     job_end: Tensor  # [nj]
     job_part: Tensor  # [nj]: place of its sums among the parts of all cut ranges; -1 for an uncut range
+    job_order: Tensor  # [nj]: jobs, most work first
 
 
 class WindowPlan(NamedTuple):
@@ -269,12 +270,13 @@ def _jobs(work: Tensor, order: Tensor, first_tile: Tensor) -> tuple[Tensor, ...]
     part, of = job - (stop - parts)[rank], parts[rank]
     block = order[rank]
     begin, end = work[rank] * part // of, work[rank] * (part + 1) // of
-    by_work = torch.where(used, end - begin, -1).argsort(stable=True, descending=True)
+    by_block = torch.where(used, block, len(work)).argsort(stable=True)
+    by_work = torch.where(used, end - begin, -1)[by_block].argsort(stable=True, descending=True)
     begin, end = (torch.where(used, first_tile[block] + x, -1) for x in (begin, end))
     # Only the ranges with the most work are cut. Their jobs therefore have the lowest numbers, and the number
     # of such a job is also the number of its part.
     columns = block, begin, end, torch.where(of > 1, job, -1)
-    return stop, *(x[by_work] for x in columns)
+    return stop, *(x[by_block] for x in columns), by_work
 
 
 def _block_bounds(values: Tensor, block: int, pad: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,12 @@
 """Code shared by the passes that keep a block of keys: jobs, the producer, and the sum of parts of dk and dv.
 
-A job is a key block and a range of query tiles (``plan``), for all G query heads of one key head. Each key
-head's heaviest jobs come first. All queries see the trunk, so its key blocks have long ranges: these are cut
-into several jobs, each of which stores fp32 parts of dk and dv. A last kernel sums the parts in a fixed
-order.
+A job is a key block and a range of query tiles (``plan``), for all G query heads of one key head. All queries
+see the trunk, so its key blocks have long ranges: these are cut into several jobs, each of which stores fp32
+parts of dk and dv. A last kernel sums the parts in a fixed order.
+
+Key heads come one after the other, and the jobs of a key head in the order of their key blocks. Jobs that run
+at the same time then mostly read the same tiles, which L2 holds. Only the last key head takes its heaviest
+jobs first, so that all multiprocessors finish at about the same time.
 
 A job visits first the tiles that need a mask, for all heads, and then the fully visible tiles, for all heads.
 """
@@ -46,6 +49,7 @@ class Jobs(NamedTuple):
     begin: gl.tensor
     end: gl.tensor
     part: gl.tensor
+    order: gl.tensor
     n_jobs: gl.tensor
 
 
@@ -55,7 +59,7 @@ class Memory(NamedTuple):
     k: gl.shared_memory_descriptor  # [1, BLOCK_K, D]
     v: gl.shared_memory_descriptor
     kv_full: gl.shared_memory_descriptor  # mbarrier: k and v have arrived
-    q: Ring  # slots [STAGES, BLOCK_Q, D]
+    q: Ring  # slots [STAGES, BLOCK_Q, D]; releasing one also releases the slot of do
     do: Ring
     lse: gl.shared_memory_descriptor  # [STAGES, BLOCK_Q], filled together with q
     delta: gl.shared_memory_descriptor  # [STAGES, BLOCK_Q], filled together with do
@@ -70,6 +74,7 @@ def job_of(jobs, index, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, SLOT_K: gl
     SPLIT: gl.constexpr = BLOCK_K // SLOT_K
     width = jobs.n_jobs * SPLIT
     j, head_k = index % width // SPLIT, index // width
+    j = gl.where(index + width < gl.num_programs(0), j, gl.load(jobs.order + j))  # the last key head
     block, begin, end = gl.load(jobs.block + j), gl.load(jobs.begin + j), gl.load(jobs.end + j)
     full_begin = (gl.load(jobs.first_full + block) + BLOCK_Q - 1) // BLOCK_Q
     full_begin = gl.minimum(gl.maximum(full_begin, begin), end)
@@ -141,7 +146,6 @@ def _load_queries(
     mbarrier.expect(full, q_rows.block_type.nbytes + lse_row.block_type.nbytes)
     tma.async_copy_global_to_shared(q_rows, [row, head * D], full, memory.q.slots.index(s))
     tma.async_copy_global_to_shared(lse_row, [head * lse_stride + row], full, memory.lse.index(s))
-    wait_empty(memory.do, i, STAGES)
     full = memory.do.full.index(s)
     mbarrier.expect(full, do_rows.block_type.nbytes + delta_row.block_type.nbytes)
     tma.async_copy_global_to_shared(do_rows, [row, head * D], full, memory.do.slots.index(s))

@@ -108,10 +108,8 @@ def _step(
     dv = warpgroup_mma(p, do, dv, is_async=True)
     ds = gl.convert_layout(ds, OPERAND)
     dk = warpgroup_mma(ds, q, dk, is_async=True)
-    dv, p = warpgroup_mma_wait(1, [dv, p])
-    release(memory.do, i, STAGES)
-    dk, ds = warpgroup_mma_wait(0, [dk, ds])
-    release(memory.q, i, STAGES)
+    dv, p, dk, ds = warpgroup_mma_wait(0, [dv, p, dk, ds])
+    release(memory.q, i, STAGES)  # once per step: it is a barrier over the group
     return dk, dv
 
 
@@ -206,13 +204,13 @@ def _dq_consumer(
 @gluon.jit(do_not_specialize=["n_jobs", "N", "M", "lse_stride"])
 def _keys_kernel(
     q_rows, k_rows, v_rows, do_rows, lse_row, delta_row, dq_rows, dk_ptr, dv_ptr, parts_ptr, end_ptr,
-    column_ptr, first_full, end_full, job_block, job_begin, job_end, job_part, n_jobs,
+    column_ptr, first_full, end_full, job_block, job_begin, job_end, job_part, job_order, n_jobs,
     N, M, lse_stride, heads_k, scale,
     G: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     SQUARE: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
     """Allocates shared memory and starts the groups; programs past the last job return."""
-    jobs = Jobs(first_full, end_full, job_block, job_begin, job_end, job_part, n_jobs)
+    jobs = Jobs(first_full, end_full, job_block, job_begin, job_end, job_part, job_order, n_jobs)
     job = job_of(jobs, gl.program_id(0), BLOCK_Q, BLOCK_K, BLOCK_K)
     if job.begin < 0:
         return
@@ -288,8 +286,8 @@ def gradients(
         matrix(q, TILE, dim), matrix(k, KEYS, dim), matrix(v, KEYS, dim), matrix(do, TILE, dim),
         vector(lse, TILE), vector(delta, TILE),
         None if dq_sum is None else matrix(dq_sum, TILE, dim // 2), dk, dv, parts, end, column,
-        plan.first_full, plan.end_full, plan.job_block, plan.job_begin, plan.job_end, plan.job_part, n_jobs,
-        n, m, lse.shape[1], heads_k, scale * LOG2_E.value,
+        plan.first_full, plan.end_full, plan.job_block, plan.job_begin, plan.job_end, plan.job_part,
+        plan.job_order, n_jobs, n, m, lse.shape[1], heads_k, scale * LOG2_E.value,
         G=heads // heads_k, BLOCK_Q=TILE, BLOCK_K=KEYS, D=dim, STAGES=SLOTS[dim][not with_dq],
         SQUARE=n == m, WITH_DQ=with_dq, num_warps=4,
     )  # fmt: skip

@@ -59,7 +59,6 @@ def _value_step(
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     lse = memory.lse.index(slot).load(gl.SliceLayout(0, SCORES))
     s = warpgroup_mma_wait(0, [s])
-    release(memory.q, i, STAGES)
     p = probabilities(s, lse, column_ptr, key, end, row, N, scale, MASK, SQUARE, BLOCK_Q, SCORES)
     wait_empty(p_ring, i, 2)
     p_ring.slots.index(i % 2).store(p)
@@ -68,7 +67,7 @@ def _value_step(
     wait_full(memory.do, i, STAGES)
     dv = warpgroup_mma(p, do, dv, is_async=True)
     dv, p = warpgroup_mma_wait(0, [dv, p])
-    release(memory.do, i, STAGES)
+    release(memory.q, i, STAGES)
     return dv
 
 
@@ -86,7 +85,6 @@ def _key_step(
     dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
     delta = memory.delta.index(slot).load(gl.SliceLayout(0, SCORES))
     dp = warpgroup_mma_wait(0, [dp])
-    release(memory.do, i, STAGES)
     wait_full(p_ring, i, 2)
     p = p_ring.slots.index(i % 2).load(SCORES)
     ds = (p * (dp - gl.expand_dims(delta, 0))).to(q.dtype)
@@ -151,13 +149,14 @@ def _key_consumer(
 @gluon.jit(do_not_specialize=["n_jobs", "N", "M", "lse_stride"])
 def _wide_keys_kernel(
     q_rows, k_rows, v_rows, do_rows, lse_row, delta_row, dk_ptr, dv_ptr, parts_ptr, end_ptr, column_ptr,
-    first_full, end_full, job_block, job_begin, job_end, job_part, n_jobs, N, M, lse_stride, heads_k, scale,
+    first_full, end_full, job_block, job_begin, job_end, job_part, job_order, n_jobs,
+    N, M, lse_stride, heads_k, scale,
     G: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     SQUARE: gl.constexpr,
 ):  # fmt: skip
     """Allocates shared memory and starts two consumer groups and the producer."""
     HALF_K: gl.constexpr = BLOCK_K // 2
-    jobs = Jobs(first_full, end_full, job_block, job_begin, job_end, job_part, n_jobs)
+    jobs = Jobs(first_full, end_full, job_block, job_begin, job_end, job_part, job_order, n_jobs)
     job = job_of(jobs, gl.program_id(0), BLOCK_Q, BLOCK_K, HALF_K)
     if (job.begin < 0) | (job.key >= M):
         return
@@ -205,7 +204,7 @@ def gradients(
     _wide_keys_kernel[(2 * n_jobs * heads_k,)](
         matrix(q, TILE, dim), matrix(k, KEYS // 2, dim), matrix(v, KEYS // 2, dim), matrix(do, TILE, dim),
         vector(lse, TILE), vector(delta, TILE), dk, dv, parts, end, column, plan.first_full, plan.end_full,
-        plan.job_block, plan.job_begin, plan.job_end, plan.job_part, n_jobs,
+        plan.job_block, plan.job_begin, plan.job_end, plan.job_part, plan.job_order, n_jobs,
         n, m, lse.shape[1], heads_k, scale * LOG2_E.value,
         G=heads // heads_k, BLOCK_Q=TILE, BLOCK_K=KEYS, D=dim, STAGES=STAGES, SQUARE=n == m, num_warps=4,
     )  # fmt: skip
