@@ -208,6 +208,14 @@ def test_tokens_are_sampled_from_the_whole_distribution() -> None:
     assert ((counts * logprob).sum() / 4000 - mean).abs() < 4 * (variance / 4000).sqrt()
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
+def test_a_context_of_one_token_beside_one_of_two(name: str) -> None:
+    """Its padding must not enter the states of recurrent layers."""
+    model, contexts = small(name), [[5], [9, 3], [7]]
+    turns = GenerateSampler(model).sample(contexts, [6, 4, 6], STOP, range(3))
+    assert_trained_logprobs(model, contexts, turns)
+
+
 def test_equal_contexts_are_read_once() -> None:
     model = native("qwen3_5")
     sizes: list[tuple[int, ...]] = []

@@ -99,8 +99,12 @@ class GenerateSampler:
         return self._tensor(tokens), self._tensor(mask)
 
     def _read(self, tokens: Tensor, mask: Tensor) -> Any:
-        """Returns transformers' cache of all but the last token of each context; None if it is empty."""
-        if tokens.shape[1] == 1:
+        """Returns transformers' cache of all but the last token of each context; None for 1 or 2 columns.
+
+        ``generate`` reads so few itself. A pass over one column would put padding into recurrent states,
+        because transformers takes it for a decoding step, which has no padding.
+        """
+        if tokens.shape[1] <= 2:
             return None
         positions = (mask.cumsum(1) - 1).clamp_min(0)
         out = self._generating.base_model(
