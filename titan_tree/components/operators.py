@@ -15,7 +15,7 @@ def as_operator(function: Callable[..., Any], overwrites: Sequence[str] = ()) ->
 
     ``overwrites`` names the arguments that it writes to.
 
-    The operator is not differentiable: a ``torch.autograd.Function`` calls it.
+    The operator is not differentiable: a ``torch.autograd.Function`` calls it, once differentiable.
     ``torch.library.custom_op`` costs the host more, which matters where each layer calls it in each pass.
     In every call, it looks for aliases and unpacks all tensors once more, and its autograd takes several
     times as long as an ``autograd.Function``.

@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from titan_tree.components.operators import as_operator
 from titan_tree.components.recurrence import conv_kernels
@@ -165,6 +166,7 @@ class _TreeConv(torch.autograd.Function):
         return result
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor, dexported: Tensor) -> tuple[Tensor | None, ...]:
         # Read saved_tensors once: with activation checkpointing, every access recomputes the forward pass.
         tensors = ctx.saved_tensors

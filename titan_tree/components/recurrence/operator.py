@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from titan_tree.components.operators import as_operator
 from titan_tree.components.recurrence.buffers import Saved
@@ -94,6 +95,7 @@ class _Recurrence(torch.autograd.Function):
         return o, exported
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dexported: Tensor | None) -> tuple[Tensor | None, ...]:
         # Read saved_tensors once: with activation checkpointing, every access recomputes the forward pass.
         q, k, v, g, beta, states, *rest = ctx.saved_tensors

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from titan_tree.components.operators import as_operator
 from titan_tree.components.tree_attention import context as columns
@@ -173,6 +174,7 @@ class _TreeAttention(torch.autograd.Function):
         return o
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         # Read saved_tensors once: with activation checkpointing, every access recomputes the forward pass.
         o, lse, *tensors = ctx.saved_tensors
