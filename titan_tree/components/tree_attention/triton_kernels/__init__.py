@@ -130,6 +130,10 @@ def _tiles(q: Tensor, v: Tensor) -> Tiles:
     return table[min(size for size in table if size >= dim)]
 
 
+def _decoding_tile(q: Tensor) -> Tile:
+    return DECODING_FP32 if q.dtype == torch.float32 else DECODING[128 if q.shape[2] <= 128 else 256]
+
+
 def _dkdv_tile(q: Tensor, v: Tensor, plan: Plan | WindowPlan, cap: float | None) -> Tile:
     tiles = _tiles(q, v)
     windows_spill = max(q.shape[2], v.shape[2]) > 128
@@ -163,7 +167,7 @@ def _in_parts(x: Tensor, block: int) -> tuple[TensorDescriptor, TensorDescriptor
     return _rows(x[..., :first], block), _rows(x[..., first:], block)
 
 
-def _window(plan: Plan | WindowPlan) -> tuple[Tensor | None, Tensor | None]:
+def _window(plan: Plan | WindowPlan | DecodingPlan) -> tuple[Tensor | None, Tensor | None]:
     """Returns what kernels read about windows."""
     return (plan.depth, plan.window_start) if isinstance(plan, WindowPlan) else (None, None)
 
@@ -182,15 +186,16 @@ def _precision(q: Tensor) -> str:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, plan: Plan | WindowPlan, scale: float,
-    scoring: Scoring,
+    q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, plan: Plan | WindowPlan | DecodingPlan,
+    scale: float, scoring: Scoring,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See ``KernelBackend.forward``."""
     (n, heads, _), (m, heads_k, dim_v) = q.shape, v.shape
     o, lse = q.new_empty(n, heads, dim_v), empty_lse(q)
     sinks = None if scoring.sinks is None else scoring.sinks.contiguous()
-    tile, group = _tiles(q, v).forward, heads // heads_k
-    q_split = QUERIES // tile.block_q
+    is_decoding, group = isinstance(plan, DecodingPlan), heads // heads_k
+    tile = _decoding_tile(q) if is_decoding else _tiles(q, v).forward
+    q_split = (DECODING_ROWS if is_decoding else QUERIES) // tile.block_q
     kernels._forward_kernel[(len(plan.query_order) * q_split * group, heads_k)](
         *_in_parts(q, tile.block_q), *_in_parts(k, tile.block_k), _rows(v, tile.block_k),
         _rows(o, tile.block_q), lse, end, column,
@@ -211,18 +216,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, plan: D
         k, v: [M, Hkv, D]. Values must be finite, even if no query sees them.
         end, column: see ``KernelBackend.forward``. A column lies between those that ``plan`` was made for.
     """
-    (n, heads, dim), (m, heads_k, _) = q.shape, k.shape
-    o, lse, group = torch.empty_like(q), empty_lse(q), heads // heads_k
-    tile = DECODING_FP32 if q.dtype == torch.float32 else DECODING[128 if dim <= 128 else 256]
-    kernels._forward_kernel[(len(plan.query_order) * group, heads_k)](
-        *_in_parts(q, tile.block_q), *_in_parts(k, tile.block_k), _rows(v, tile.block_k),
-        _rows(o, tile.block_q), lse, end, column, *plan, None, None, None,
-        n, m, plan.key_blocks.shape[1], lse.shape[1], dim**-0.5,
-        G=group, DV=_padded(dim), BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, Q_SPLIT=1,
-        K_SPLIT=KEYS // tile.block_k, CAP=None, PRECISION=_precision(q),
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
-    return o
+    return forward(q, k, v, end, column, plan, q.shape[2] ** -0.5, operator.PLAIN)[0]
 
 
 def backward(
