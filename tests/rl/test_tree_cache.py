@@ -86,13 +86,13 @@ def test_tokens_that_contexts_share_are_read_once(limit: int, monkeypatch: pytes
         cache, context_of_row, logits = sampler._read(contexts, 3)
         prefixes = {tuple(context[: i + 1]) for context in contexts for i in range(len(context))}
         assert sizes == [min(limit, len(prefixes) - i) for i in range(0, len(prefixes), limit)]
-        assert cache.path is not None
-        for row, path, got in zip(context_of_row, cache.path, logits, strict=True):
+        assert cache.seen is not None
+        for row, seen, got in zip(context_of_row, cache.seen, logits, strict=True):
             alone, _, expected = sampler._read([contexts[row]], 0)
             n = len(contexts[row])
             assert cache.position[context_of_row.index(row)] == n
             torch.testing.assert_close(
-                cache.keys_values[:, :, path[:n]], alone.keys_values, atol=1e-5, rtol=0
+                cache.keys_values[:, :, seen[:n]], alone.keys_values, atol=1e-5, rtol=0
             )
             torch.testing.assert_close(got, expected[0], atol=1e-4, rtol=0)
 
@@ -138,8 +138,8 @@ def test_other_devices_have_paths_if_the_kernel_refuses(
     forest = Forest.of([[1, 2], [1]], 3)
     keys_values = torch.zeros(1, 2, len(forest.end), 1, dim, dtype=dtype, device="meta")
     cache = TreeCache.of(forest, 3, keys_values)
-    assert (cache.path is None) == (cache.plan(2) is not None) == is_decoded
-    if cache.path is not None:
+    assert (cache.seen is None) == (cache.plan(2) is not None) == is_decoded
+    if cache.seen is not None:
         one = torch.zeros(2, 1, dim, dtype=dtype, device="meta")
         out = cache.attention(one, *keys_values[0], cache.position, cache.slot.int(), None)
         assert out.device.type == "meta"

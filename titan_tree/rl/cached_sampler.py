@@ -150,18 +150,18 @@ class CachedSampler:
         memory = torch.cuda.get_device_properties(self._device).total_memory
         return max(1, int(CACHE_SHARE * memory) // (row_elements * weight.itemsize))
 
-    def _read(self, contexts: Sequence[Sequence[int]], turn: int) -> tuple[TreeCache, list[int], Tensor]:
+    def _read(self, contexts: Sequence[Sequence[int]], size: int) -> tuple[TreeCache, list[int], Tensor]:
         """Computes keys and values of all contexts, each distinct token once.
 
         Returns:
-            A cache with room for ``turn`` tokens per row, the context of each of its rows, and the logits
-            [B, V] of these rows' next tokens.
+            A cache with turns of this size, the context of each of its rows, and the logits [B, V] of these
+            rows' next tokens.
         """
         config, weight = self.model.config, self.model.embed_tokens.weight
-        forest = Forest.of(contexts, turn)
-        sizes = len(forest.end), config.num_key_value_heads, config.head_dim
+        forest = Forest.of(contexts, size)
+        shape = len(forest.end), config.num_key_value_heads, config.head_dim
         # Zeros, because attention multiplies values that a row does not see by 0, and 0 * nan is nan.
-        cache = TreeCache.of(forest, turn, weight.new_zeros(config.num_hidden_layers, 2, *sizes))
+        cache = TreeCache.of(forest, size, weight.new_zeros(config.num_hidden_layers, 2, *shape))
         limit = CPU_READ if self._device.type == "cpu" else READ
         starts = range(0, len(forest.contexts), limit)
         hidden = torch.cat([self._read_tokens(forest, start, start + limit, cache) for start in starts])

@@ -45,19 +45,20 @@ class Forest(NamedTuple):
     end: np.ndarray
 
     @staticmethod
-    def of(contexts: Sequence[Sequence[int]], turn: int) -> Forest:
-        """Makes the forest of one row per context, of which several may be equal, and turns of size T."""
+    def of(contexts: Sequence[Sequence[int]], size: int) -> Forest:
+        """Returns the forest of one row per context, of which several may be equal, and turns of size T."""
         numbers: dict[tuple[int, ...], int] = {}
         path = np.array([numbers.setdefault(tuple(context), len(numbers)) for context in contexts])
         tree = TokenTree.from_paths([TokenPath(context) for context in numbers])
         last = tree.path_index[tree.path_offsets[path + 1] - 1].astype(np.int64)
         row = last.argsort(kind="stable")
         last, path = last[row], path[row]
-        columns = np.arange(len(tree) + 1) + turn * np.searchsorted(last, np.arange(len(tree) + 1))
-        slot = last + 1 + turn * np.arange(len(last))
+        token = np.arange(len(tree) + 1)
+        columns = token + size * np.searchsorted(last, token)  # after the turns of all rows that end earlier
+        slot = last + 1 + size * np.arange(len(last))
         end = np.empty(columns[-1], np.int32)
         end[columns[:-1]] = columns[tree.subtree_end]
-        end[slot[:, None] + np.arange(turn)] = slot[:, None] + turn
+        end[slot[:, None] + np.arange(size)] = slot[:, None] + size
         return Forest(tree, row, path, last, columns[:-1], slot, end)
 
 
@@ -70,7 +71,7 @@ class TreeCache(NamedTuple):
         slot: [B], the column of the first token of each turn.
         position: [B], the position of this token.
         size: T.
-        path: [B, P + T], the columns of each row's context of up to P tokens, and of its turn. None if the
+        seen: [B, P + T], the columns of each row's context of up to P tokens, and of its turn. None if the
             kernel ``decode`` computes attention: on a GPU, unless it refuses the dtype or the head dim.
     """
 
@@ -79,31 +80,31 @@ class TreeCache(NamedTuple):
     slot: Tensor
     position: Tensor
     size: int
-    path: Tensor | None
+    seen: Tensor | None
 
     @staticmethod
     def of(forest: Forest, size: int, keys_values: Tensor) -> TreeCache:
         """Returns the cache of a forest with turns of this size. ``keys_values`` must hold zeros."""
         device = keys_values.device
         position = forest.contexts.positions[forest.last] + 1
-        path, (keys, values) = None, keys_values[0]
+        seen, (keys, values) = None, keys_values[0]
         if device.type == "cpu" or triton_kernels.refusal(keys, values, PLAIN, deterministic=False):
-            path = torch.zeros(len(position), position.max() + size, dtype=torch.long)
+            seen = torch.zeros(len(position), position.max() + size, dtype=torch.long)
             for row, (i, slot) in enumerate(zip(forest.path, forest.slot, strict=True)):
                 columns = np.append(forest.column[forest.contexts.indices_of(i)], slot + np.arange(size))
-                path[row, : len(columns)] = torch.from_numpy(columns)
-            path = path.to(device)
+                seen[row, : len(columns)] = torch.from_numpy(columns)
+            seen = seen.to(device)
         end, slot, position = (torch.from_numpy(x).to(device) for x in (forest.end, forest.slot, position))
-        return TreeCache(keys_values, end, slot, position, size, path)
+        return TreeCache(keys_values, end, slot, position, size, seen)
 
     def select(self, rows: Tensor) -> TreeCache:
         """Returns the cache of some rows. It shares the memory of keys and values."""
-        path = None if self.path is None else self.path[rows]
-        return self._replace(slot=self.slot[rows], position=self.position[rows], path=path)
+        seen = None if self.seen is None else self.seen[rows]
+        return self._replace(slot=self.slot[rows], position=self.position[rows], seen=seen)
 
     def plan(self, slots: int) -> DecodingPlan | None:
         """Returns what ``decode`` reads for the first ``slots`` tokens of each turn, or None without it."""
-        if self.path is not None:
+        if self.seen is not None:
             return None
         slots = min(slots, self.size)
         unused = self.slot[:, None] + torch.arange(slots, self.size, device=self.slot.device)
@@ -123,8 +124,8 @@ class TreeCache(NamedTuple):
         """
         if plan is not None:
             return triton_kernels.decode(q, k, v, self.end, column, plan)
-        assert self.path is not None
-        visible = torch.arange(self.path.shape[1], device=q.device) <= position[:, None]
-        q, k, v = q[:, :, None], k[self.path].transpose(1, 2), v[self.path].transpose(1, 2)
+        assert self.seen is not None
+        visible = torch.arange(self.seen.shape[1], device=q.device) <= position[:, None]
+        q, k, v = q[:, :, None], k[self.seen].transpose(1, 2), v[self.seen].transpose(1, 2)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None, None], enable_gqa=True)
         return out[:, :, 0]
