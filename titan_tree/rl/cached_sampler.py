@@ -25,7 +25,7 @@ from titan_tree.models.block import Attention
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.layers import MLP, Rope, at_least_fp32
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.rl.sampler import Completion, at_temperature, draw, longest_row, uniforms
+from titan_tree.rl.sampler import Completion, at_temperature, check_positions, draw, uniforms
 from titan_tree.rl.tree_cache import Forest, TreeCache
 from titan_tree.rl.truncation import ALL_IDS, KeptIds, Truncation
 from titan_tree.tree.layout import TreeLayout
@@ -76,7 +76,7 @@ class CachedSampler:
         Raises:
             UserError: a context and its turn may exceed the model's positions, or log-probs are NaN.
         """
-        longest_row(contexts, max_tokens, self.model.config.max_position_embeddings)
+        check_positions(contexts, max_tokens, self.model.config.max_position_embeddings)
         completions: list[Completion] = []
         with cast_weights(self.model):
             batch = self._rows(max(map(len, contexts)) + max(max_tokens))

@@ -15,7 +15,7 @@ from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.models.pretrained import import_transformers
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.rl.cached_sampler import CachedSampler, is_dense_decoder
-from titan_tree.rl.sampler import Completion, Sampler, at_temperature, draw, longest_row, uniforms
+from titan_tree.rl.sampler import Completion, Sampler, at_temperature, check_positions, draw, uniforms
 from titan_tree.rl.truncation import ALL_IDS, KeptIds, Truncation
 
 
@@ -51,7 +51,7 @@ class GenerateSampler:
         Raises:
             UserError: a context and its turn may exceed the model's positions.
         """
-        longest_row(contexts, max_tokens, self.model.config.max_position_embeddings)
+        check_positions(contexts, max_tokens, self.model.config.max_position_embeddings)
         distinct = {tuple(context): row for row, context in enumerate(dict.fromkeys(map(tuple, contexts)))}
         tokens, mask = self._left_padded(list(distinct))
         rows = self._tensor([distinct[tuple(context)] for context in contexts])

@@ -81,19 +81,14 @@ class RemoteSampler(Sampler, Protocol):
         ...
 
 
-def longest_row(contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], num_positions: int) -> int:
-    """Returns the number of tokens of the longest context with its turn.
-
-    Raises:
-        UserError: the model has fewer positions (``num_positions``).
-    """
+def check_positions(contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], num_positions: int) -> None:
+    """Raises UserError if a context and its turn may exceed the model's positions."""
     size = max(len(context) + limit for context, limit in zip(contexts, max_tokens, strict=True))
     if size > num_positions:
         raise UserError(
             f"rl.max_rollout_tokens: expected at most the model's {num_positions:,} positions, got {size:,} "
             "for a context and its turn; lower it"
         )
-    return size
 
 
 def uniforms(seeds: Sequence[int], number: int) -> list[list[float]]:
