@@ -40,19 +40,19 @@ def swiglu(h: Tensor, scale: Tensor) -> Tensor:
 
 @partial(as_operator, overwrites=("grad",))
 def swiglu_backward(h: Tensor, scale: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of h and of scale for that of ``swiglu``, and writes its result over the latter.
+    """Returns the gradients of h and of scale. Overwrites ``grad`` with the result of ``swiglu``.
 
     Args:
         h, scale: see ``swiglu``.
-        grad: [n, m], contiguous.
+        grad: [n, m], contiguous, the gradient of this result.
     """
     if not _use_kernels(h):
         gate, up = h.to(scale.dtype).chunk(2, dim=1)
-        sigmoid, silu, wide = gate.sigmoid(), F.silu(gate), grad.to(scale.dtype, copy=True)
+        sigmoid, silu, wide = gate.sigmoid(), F.silu(gate), grad.to(scale.dtype)
         d_gate = wide * scale * up * sigmoid * (1 + gate * (1 - sigmoid))
-        dh = torch.cat([d_gate, wide * scale * silu], 1)
+        dh, dscale = torch.cat([d_gate, wide * scale * silu], 1), (wide * silu * up).sum(1, keepdim=True)
         grad.copy_(silu * up * scale)
-        return dh.to(h.dtype), (wide * silu * up).sum(1, keepdim=True)
+        return dh.to(h.dtype), dscale
     assert grad.is_contiguous()
     dh, dscale = h.new_empty(h.shape), scale.new_empty(scale.shape)
     _launch_swiglu(_swiglu_backward_kernel, h, scale, grad, dh, dscale)
