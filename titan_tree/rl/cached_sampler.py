@@ -91,13 +91,12 @@ class CachedSampler:
         completions = [Completion([], []) for _ in contexts]
         kept: list[tuple[list[int], KeptIds]] = []  # for each token: the contexts of its rows, and their ids
         cache, context_of_row, logits = self._read(contexts, max(1, *max_tokens) - 1)
-        uniform = torch.tensor(uniforms(seeds, max(max_tokens)), dtype=torch.float64, device=self._device)
-        uniform = uniform[self._tensor(context_of_row)]
+        uniform = uniforms(seeds, max(max_tokens), self._device)[self._tensor(context_of_row)]
         slot = self._tensor([0])
         num_slots = 0  # number of slots of a turn that ``step`` reads
-        for position in range(max(max_tokens)):
+        for index in range(max(max_tokens)):
             logits = self.truncation.apply(at_temperature(logits, self.temperature))
-            last_tokens, logprobs_of_rows = draw(logits, uniform[:, position])
+            last_tokens, logprobs_of_rows = draw(logits, uniform[:, index])
             tokens, logprobs, sizes = on_host(last_tokens, logprobs_of_rows, self.truncation.sizes(logits))
             if self.truncation.is_on:
                 kept.append((context_of_row, KeptIds.of(logits, sizes)))
@@ -117,8 +116,8 @@ class CachedSampler:
                 last_tokens, uniform, cache = last_tokens[rows], uniform[rows], cache.select(rows)
                 context_of_row = [context_of_row[row] for row in unfinished_rows]
                 num_slots = 0
-            if position >= num_slots:
-                num_slots = position + SLOTS
+            if index >= num_slots:
+                num_slots = index + SLOTS
                 extend = partial(self._extend, cache=cache, plan=cache.plan(num_slots))
                 step = self._graphs.capture(extend, last_tokens, slot)
             logits = step(last_tokens, slot)

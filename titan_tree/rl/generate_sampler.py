@@ -55,7 +55,7 @@ class GenerateSampler:
         distinct = {tuple(context): row for row, context in enumerate(dict.fromkeys(map(tuple, contexts)))}
         tokens, mask = self._left_padded(list(distinct))
         rows = self._tensor([distinct[tuple(context)] for context in contexts])
-        uniform = torch.tensor(uniforms(seeds, max(max_tokens)), dtype=torch.float64, device=self._device)
+        uniform = uniforms(seeds, max(max_tokens), self._device)
         record = _Record(self._tensor(max_tokens), uniform, self.truncation, self.temperature)
         with cast_weights(self.model):
             cache = self._read(tokens, mask)

@@ -91,9 +91,10 @@ def check_positions(contexts: Sequence[Sequence[int]], max_tokens: Sequence[int]
         )
 
 
-def uniforms(seeds: Sequence[int], number: int) -> list[list[float]]:
-    """Returns ``number`` random numbers from [0, 1) for each seed."""
-    return [[source.random() for _ in range(number)] for source in map(random.Random, seeds)]
+def uniforms(seeds: Sequence[int], number: int, device: torch.device) -> Tensor:
+    """Returns ``number`` random numbers from [0, 1) for each of B seeds: [B, number] fp64."""
+    rows = [[source.random() for _ in range(number)] for source in map(random.Random, seeds)]
+    return torch.tensor(rows, dtype=torch.float64, device=device)
 
 
 def at_temperature(logits: Tensor, temperature: float) -> Tensor:

@@ -103,7 +103,7 @@ class TreeCache(NamedTuple):
         return self._replace(slot=self.slot[rows], position=self.position[rows], seen=seen)
 
     def plan(self, slots: int) -> DecodingPlan | None:
-        """Returns what ``decode`` reads for the first ``slots`` tokens of each turn, or None without it."""
+        """Returns what ``decode`` reads for the first ``slots`` tokens of each turn; with ``seen``, None."""
         if self.seen is not None:
             return None
         slots = min(slots, self.size)
