@@ -124,13 +124,10 @@ class CachedSampler:
             slot += 1
         if not self.truncation.is_on:
             return completions
-        masks: list[list[np.ndarray]] = [[] for _ in contexts]
-        for owners, ids in kept:
-            for i, mask in zip(owners, ids.rows(), strict=True):
-                masks[i].append(mask)
+        masks = [dict(zip(contexts_of_rows, ids.rows(), strict=True)) for contexts_of_rows, ids in kept]
         return [
-            turn._replace(sampling_mask=mask[: len(turn.tokens)])
-            for turn, mask in zip(completions, masks, strict=True)
+            turn._replace(sampling_mask=[by_context[i] for by_context in masks[: len(turn.tokens)]])
+            for i, turn in enumerate(completions)
         ]
 
     @property
