@@ -131,7 +131,7 @@ def test_the_kernel_of_decoding_equals_the_definition(
     ("dtype", "dim", "is_decoded"),
     [(torch.bfloat16, 64, True), (torch.float64, 64, False), (torch.bfloat16, 20, False)],
 )
-def test_other_devices_have_paths_if_the_kernel_refuses(
+def test_other_devices_gather_keys_if_the_kernel_refuses(
     dtype: torch.dtype, dim: int, is_decoded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_kernels, "INTERPRET", True)

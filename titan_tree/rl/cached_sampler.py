@@ -269,7 +269,7 @@ class Graphs:
 
     def __init__(self) -> None:
         self._newest: torch.cuda.CUDAGraph | None = None
-        self._stream: torch.cuda.Stream | None = None  # all graphs use one, because each has its own memory
+        self._stream: torch.cuda.Stream | None = None  # one for all graphs: each stream has memory of its own
 
     def capture(self, step: Step, tokens: Tensor, slot: Tensor) -> Step:
         """Returns ``step`` as a CUDA graph, because launching its many small kernels takes long.

@@ -22,9 +22,9 @@ from titan_tree.tree.token_tree import TokenTree
 
 
 class Forest(NamedTuple):
-    """The tree of a batch's contexts, with a turn of its own for each row, which follows the row's context.
+    """The tree of a batch's contexts. Each row has a turn of its own, which follows its context.
 
-    Columns number the tokens of both in DFS order, and rows come in this order, too.
+    Columns number the tokens of contexts and turns in DFS order. Rows are in this order, too.
 
     Attributes:
         contexts: the tree of N tokens.

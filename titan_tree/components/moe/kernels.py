@@ -106,7 +106,7 @@ def top_k(x: Tensor, k: int) -> Tensor:
     num_rows, num_columns = x.shape
     out = torch.empty(num_rows, k, dtype=torch.int64, device=x.device)
     block = triton.next_power_of_2(num_columns)
-    rows = max(2048 // block, 1)
+    rows = max(2048 // block, 1)  # per program
     if num_rows:
         with torch.cuda.device_of(x):
             _top_k_kernel[(triton.cdiv(num_rows, rows),)](
