@@ -25,6 +25,7 @@ from titan_tree.components.moe import Experts
 from titan_tree.components.tree_loss import TreeLoss, register_loss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.config import Config, ModelConfig, ParallelConfig, TrainingConfig
+from titan_tree.distributed.experts.exchange import TokenHalf, _sort_copies
 from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.activations import Activations
@@ -294,3 +295,16 @@ def test_offloading_is_refused_with_sharded_experts(budget: tuple[Any, float | N
         TreeStep(model, TreeLoss(), activations=Activations(torch.device("cpu"), policy))
     with pytest.raises(UserError, match="expected 'keep' or 'recompute' with"):
         TreeStep(model, TreeLoss(), activations=Activations(torch.device("cpu"), *budget))
+
+
+@pytest.mark.parametrize("num_experts", [2**14 - 1, 2**14, 2**15])
+def test_copies_are_sorted_by_expert_however_many_there_are(num_experts: int) -> None:
+    last, none = num_experts - 1, num_experts
+    local = torch.tensor([[last, 0], [none, 3], [none, last], [1, last]])
+    halves = [
+        TokenHalf([], [], slice(0, 0), slice(0, 2), slice(0, 3)),
+        TokenHalf([], [], slice(0, 0), slice(2, 4), slice(3, 6)),
+    ]
+    slot, copies = _sort_copies(local, halves, num_experts)
+    assert slot.tolist() == [1, 3, 0, 6, 5, 7]
+    assert copies.tolist() == [[2, 0], [-1, 1], [-1, 1], [0, 2]]

@@ -233,7 +233,8 @@ def _sort_rows(needed: Tensor, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
 def _sort_copies(local: Tensor, parts: list[TokenHalf], num_experts: int) -> tuple[Tensor, Tensor]:
     """Returns ``Arrived.slot`` and ``Arrived.copy`` in int64, for the expert in each slot, or e for none."""
     num_rows, top_k = local.shape
-    key = local.to(torch.int16)  # a narrow key sorts in fewer passes
+    # A narrow key sorts in fewer passes. The largest is 2 e + 1.
+    key = local.to(torch.int16 if num_experts < 2**14 else torch.int32)
     key[parts[0].arrived.stop :] += num_experts + 1
     by_expert = key.flatten().argsort(stable=True)
     lengths = [part.copies.stop - part.copies.start for part in parts]
