@@ -320,6 +320,9 @@ def test_limits_cut_rollouts_off_without_a_reward() -> None:
             max_turn_tokens=20,
             max_rollout_tokens=size,
         )
+    empty = Rollout(episode=rollouts[2].episode)
+    with pytest.raises(UserError, match="expected a prompt of at least one token, got none"):
+        play([empty], sampler, chat, ["a"], max_turn_tokens=20, max_rollout_tokens=size)
 
 
 def test_forks_share_exactly_what_precedes_the_turn() -> None:

@@ -241,9 +241,11 @@ def play(
         max_rollout_tokens: maximum number of tokens of each context, prompt included.
 
     Raises:
-        UserError: a prompt leaves no room for a turn. Errors of the sampler also pass through.
+        UserError: a prompt is empty, or leaves no room for a turn. Errors of the sampler also pass through.
     """
     for rollout in rollouts:
+        if not rollout.context:
+            raise UserError("a task: expected a prompt of at least one token, got none; give it a message")
         if len(rollout.context) >= max_rollout_tokens:
             raise UserError(
                 f"rl.max_rollout_tokens: expected more than the {len(rollout.context):,} tokens of a prompt, "
