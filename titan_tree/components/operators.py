@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,10 +10,8 @@ import torch
 _LIBRARY = torch.library.Library("titan_tree", "FRAGMENT")
 
 
-def as_operator(function: Callable[..., Any], overwrites: Sequence[str] = ()) -> Any:
+def as_operator(function: Callable[..., Any]) -> Any:
     """Registers a function as the operator titan_tree::NAME and returns the operator.
-
-    ``overwrites`` names the arguments that it writes to.
 
     The operator is not differentiable: a ``torch.autograd.Function`` calls it, once differentiable.
     ``torch.library.custom_op`` costs the host more, which matters where each layer calls it in each pass.
@@ -21,6 +19,6 @@ def as_operator(function: Callable[..., Any], overwrites: Sequence[str] = ()) ->
     times as long as an ``autograd.Function``.
     """
     name = function.__name__
-    _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=overwrites))
+    _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     return getattr(torch.ops.titan_tree, name).default

@@ -40,8 +40,7 @@ def test_swiglu_and_its_gradients(num_rows, width, dtype, tolerance, device):
     want = F.silu(gate) * up * leaves[1]
     d_h, d_scale = torch.autograd.grad(want, leaves, grad.double())
     arguments = [t.to(device) for t in (h, scale, grad)]
-    got_h, got_scale = swiglu_backward(*arguments)
-    hidden = arguments[2]  # overwritten
+    hidden, got_h, got_scale = swiglu_backward(*arguments)
     assert torch.equal(hidden, swiglu(*arguments[:2]))
     assert (hidden.dtype, got_h.dtype, got_scale.dtype) == (dtype, dtype, torch.float32)
     for got, wanted in ((hidden, want.detach()), (got_h, d_h)):

@@ -177,8 +177,7 @@ class _SwiGLULinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         h, scale, ends, *weights = ctx.saved_tensors
         down, is_trained = ExpertWeight(*weights), ctx.needs_input_grad[3:]
-        hidden = down.transposed(dy, ends)  # the gradient of the hidden layer
-        dh, dscale = swiglu_backward(h, scale, hidden)  # now the hidden layer itself
+        hidden, dh, dscale = swiglu_backward(h, scale, down.transposed(dy, ends))
         gradients = iter(down.gradients(hidden, dy, ends, is_trained))
         return dh, dscale, None, *(next(gradients) if trained else None for trained in is_trained)
 

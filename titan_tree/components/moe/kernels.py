@@ -8,7 +8,6 @@ n rows, m hidden size of an expert, d width of a row, w copies of a row.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,25 +37,18 @@ def swiglu(h: Tensor, scale: Tensor) -> Tensor:
     return hidden
 
 
-@partial(as_operator, overwrites=("grad",))
-def swiglu_backward(h: Tensor, scale: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of h and of scale. Overwrites ``grad`` with the result of ``swiglu``.
-
-    Args:
-        h, scale: see ``swiglu``.
-        grad: [n, m], contiguous, the gradient of this result.
-    """
+@as_operator
+def swiglu_backward(h: Tensor, scale: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the result of ``swiglu``, and for its gradient [n, m] those of h and of scale."""
     if not _use_kernels(h):
         gate, up = h.to(scale.dtype).chunk(2, dim=1)
         sigmoid, silu, wide = gate.sigmoid(), F.silu(gate), grad.to(scale.dtype)
         d_gate = wide * scale * up * sigmoid * (1 + gate * (1 - sigmoid))
-        dh, dscale = torch.cat([d_gate, wide * scale * silu], 1), (wide * silu * up).sum(1, keepdim=True)
-        grad.copy_(silu * up * scale)
-        return dh.to(h.dtype), dscale
-    assert grad.is_contiguous()
-    dh, dscale = h.new_empty(h.shape), scale.new_empty(scale.shape)
-    _launch_swiglu(_swiglu_backward_kernel, h, scale, grad, dh, dscale)
-    return dh, dscale
+        dh = torch.cat([d_gate, wide * scale * silu], 1)
+        return (silu * up * scale).to(h.dtype), dh.to(h.dtype), (wide * silu * up).sum(1, keepdim=True)
+    hidden, dh, dscale = (t.new_empty(t.shape) for t in (grad, h, scale))
+    _launch_swiglu(_swiglu_backward_kernel, h, scale, grad, hidden, dh, dscale)
+    return hidden, dh, dscale
 
 
 @as_operator
@@ -121,8 +113,8 @@ def _(h: Tensor, scale: Tensor) -> Tensor:
 
 
 @torch.library.register_fake("titan_tree::swiglu_backward")
-def _(h: Tensor, scale: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    return h.new_empty(h.shape), scale.new_empty(scale.shape)
+def _(h: Tensor, scale: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return grad.new_empty(grad.shape), h.new_empty(h.shape), scale.new_empty(scale.shape)
 
 
 @torch.library.register_fake("titan_tree::copy_rows")
@@ -182,14 +174,13 @@ def _swiglu_kernel(h, scale, hidden, M: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_backward_kernel(h, scale, grad, dh, dscale, M: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_backward_kernel(h, scale, grad, hidden, dh, dscale, M: tl.constexpr, BLOCK: tl.constexpr):
     row, column, mask, gate, up, weight = _load_row(h, scale, M, BLOCK)
     g = tl.load(grad + row * M + column, mask=mask, other=0.0).to(tl.float32)
-    tl.debug_barrier()  # several threads read a number of a narrow row, and one of them overwrites it
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
     d_gate = g * weight * up * sigmoid * (1 + gate * (1 - sigmoid))
-    tl.store(grad + row * M + column, (silu * up * weight).to(grad.dtype.element_ty), mask=mask)
+    tl.store(hidden + row * M + column, (silu * up * weight).to(hidden.dtype.element_ty), mask=mask)
     tl.store(dh + row * 2 * M + column, d_gate.to(dh.dtype.element_ty), mask=mask)
     tl.store(dh + row * 2 * M + M + column, (g * weight * silu).to(dh.dtype.element_ty), mask=mask)
     tl.store(dscale + row, tl.sum(g * silu * up, 0))

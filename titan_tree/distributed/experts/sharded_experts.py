@@ -177,8 +177,7 @@ def _backward_of_half(
     """
     copies, dy = _copies(a.rows[half.arrived], a, half), _copies(drows, a, half)
     h = gate_up.linear(copies, ends)
-    hidden = down.transposed(dy, ends)  # the gradient of the hidden layer
-    dh, dscale = swiglu_backward(h, a.scale[half.copies], hidden)  # now the hidden layer itself
+    hidden, dh, dscale = swiglu_backward(h, a.scale[half.copies], down.transposed(dy, ends))
     return gate_up.transposed(dh, ends), dscale, ((copies, dh), (hidden, dy))
 
 
