@@ -28,6 +28,7 @@ from tests.support.datasets import REAL_DATA, sample_reader
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data import demo
 from titan_tree.data.data_files import group_records
+from titan_tree.data.readers import Source
 from titan_tree.data.readers.containers import json_objects
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import TokenPath
@@ -173,7 +174,7 @@ class Checker:
     def check(self, line: bytes) -> str:
         """Returns "read" or "refused". Raises AssertionError if a line is neither, or read wrongly."""
         try:
-            records = json_objects(io.BytesIO(b"\n\n" + line + b"\n"), NAME)
+            records = json_objects(io.BytesIO(b"\n\n" + line + b"\n"), NAME, Source(NAME).refuse_row)
             groups = [self.reader.paths(group) for group in group_records(records, {})]
         except UserError as error:
             message = str(error)

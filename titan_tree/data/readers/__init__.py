@@ -67,6 +67,7 @@ class Source:
     skipped: Counter[str] = field(default_factory=Counter)
     skips_broken: bool = False
     refuse: Callable[[UserError], None] | None = None
+    has_refused: bool = field(default=False, init=False)  # whether a row was broken
 
     @property
     def is_folder(self) -> bool:
@@ -97,6 +98,13 @@ class Source:
     def open(self) -> BinaryIO:
         """Opens the decompressed content. Only the stream of an uncompressed file can seek."""
         return decompressed(self.open_file(self.path), self.compression)
+
+    def refuse_row(self, error: UserError) -> None:
+        """Passes the error of a broken row to ``refuse``, or else raises it."""
+        if self.refuse is None:
+            raise error
+        self.has_refused = True
+        self.refuse(error)
 
     def skip_broken(self, error: UserError) -> None:
         """Counts a broken event if ``skips_broken``, and else raises the error."""
@@ -209,17 +217,7 @@ def read_records(
         )
     if format == AUTO and file.endswith(".toml"):
         raise UserError(f"{file}: expected data, got a configuration; give its data.files")
-    any_refused = False
-
-    def refuse_row(error: UserError) -> None:
-        nonlocal any_refused
-        any_refused = True
-        if refuse is None:
-            raise error
-        refuse(error)
-
-    skipped = Counter() if skipped is None else skipped
-    source = Source(file, open_file, skipped, skips_broken, refuse_row)
+    source = Source(file, open_file, Counter() if skipped is None else skipped, skips_broken, refuse)
     place = None
     try:
         name = _recognized_format(source) if format == AUTO else format
@@ -232,7 +230,7 @@ def read_records(
         raise UserError(f"{where} ({error}); copy the file again") from None
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror or error}") from None
-    if place is None and not any_refused:
+    if place is None and not source.has_refused:
         raise UserError(f"{file}: expected at least one record in the format {name}, got none")
 
 

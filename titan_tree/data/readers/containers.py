@@ -43,7 +43,7 @@ def rows(source: Source) -> Iterator[tuple[Place, Record]]:
         yield from arrow_rows(source)
     elif not _is_document(source.head):
         with source.open() as file:
-            yield from json_objects(file, source.path, source.refuse)
+            yield from json_objects(file, source.path, source.refuse_row)
     elif isinstance(document := load_document(source), dict):
         yield source.path, document
     else:
@@ -75,12 +75,12 @@ def first_rows(source: Source) -> list[Record]:
 
 
 def json_objects(
-    file: BinaryIO, name: str, refuse: Callable[[UserError], None] | None = None
+    file: BinaryIO, name: str, refuse: Callable[[UserError], None]
 ) -> Iterator[tuple[Place, Record]]:
     """Yields the JSON object on each line that is not blank, with "name:line".
 
     Args:
-        refuse: gets the error of each broken line. By default, the error is raised.
+        refuse: gets the error of each broken line, and may raise it.
 
     Raises:
         UserError: a line that is not one JSON object, see ``parse_json``.
@@ -99,8 +99,6 @@ def json_objects(
             if not isinstance(record, dict):
                 raise UserError(f"{place}: expected one JSON object per line, got {type(record).__name__}")
         except UserError as error:
-            if refuse is None:
-                raise
             refuse(error)
             continue
         yield place, record

@@ -66,9 +66,7 @@ class RowReader(Reader):
                 with errors_at(place):
                     record = self._record(row)
             except UserError as error:
-                if source.refuse is None:
-                    raise
-                source.refuse(error)
+                source.refuse_row(error)
                 continue
             answers = (name for name in ANSWER_COLUMNS if row.get(name) is not None)
             is_call = self.reads_calls and any(name not in record for name in answers)
