@@ -422,7 +422,7 @@ def test_lists_sort_and_jump_to_their_places(page: Any) -> None:
     page.locator("#trees th", has_text="loss").click()
     losses = [float(x) for x in page.locator("#trees tbody tr td:last-child").all_inner_texts()]
     assert losses == sorted(range(len(GROUPS)), reverse=True)
-    rows = page.locator("#partings .place")
+    rows = page.locator("#branch-points .place")
     assert rows.count() == sum(reason >= 0 for reason in data["reason"])
     rows.first.click()
     place = page.evaluate("xray.icicle.pinned")

@@ -202,7 +202,7 @@ function update() {
   icicle.show(current, { colours: look.colours, label: labelOf, unit: `${UNIT}s`, overlay: overlayRows() });
   fillLegend();
   fillTrees();
-  fillPartings();
+  fillBranchPoints();
   fillCancellations();
 }
 
@@ -391,12 +391,12 @@ function placeRow(i, ...cells) {
   return make("div.place", { onclick }, make("span.number", `at ${count(current.depth[i])}`), cells);
 }
 
-function fillPartings() {
+function fillBranchPoints() {
   const { data, offset, end } = current;
   const behind = (i) => offset[end[i]] - offset[i];
   const places = data.reason.flatMap((reason, i) => (reason < 0 ? [] : [i]));
   places.sort((a, b) => behind(b) - behind(a));
-  fillList("partings", places, (i) => {
+  fillList("branch-points", places, (i) => {
     const reason = make("span.reason", reasons[data.reason[i]][0]);
     return placeRow(i, make("span.number", size(behind(i))), reason, make("span.snippet", lineOf(i)));
   });
