@@ -87,15 +87,15 @@ class Chains(NamedTuple):
     """
 
     slot: Tensor  # [C]: the slot that stores the final state of chunk c; -1: only the next chunk needs it
-    reader: Tensor  # [C]: the first reader of this slot, see ``child``; -1: there is no slot
+    first_reader: Tensor  # [C]: the first reader of this slot, see ``readers``; -1: there is no slot
     first: Tensor  # [B]: chain b consists of the chunks first[b] .. end[b] - 1
     end: Tensor  # [B]
     source: Tensor  # [B]: the slot that chain b starts from; -1: it starts from zero
     exported: Tensor  # [X]: the slots of the states of ``Chunks.exported``
-    # The readers of slot s are child[first_child[s]] .. child[first_child[s + 1] - 1]. A reader b < B is
-    # chain b; a reader B + x is the exported state x.
-    first_child: Tensor  # [L + 1]
-    child: Tensor
+    # The readers of slot s are readers[reader_offsets[s]] .. readers[reader_offsets[s + 1] - 1]. A reader
+    # b < B is chain b; a reader B + x is the exported state x.
+    reader_offsets: Tensor  # [L + 1]
+    readers: Tensor
     # Row r: the first chain and the first slot of round r, and how many chunks the rounds before it need. The
     # last row: the numbers of chains, slots and chunks. This tensor always stays on the CPU.
     rounds: Tensor  # [rounds + 1, 3] int64
@@ -138,16 +138,16 @@ def make_chains(chunks: Chunks, num_rows: int = 0) -> Chains:
     first, end, source = _padded(first[order], 0), _padded(end[order], 0), _padded(source, -1)
     num_slots = num_rows + len(stored)
     starts = np.concatenate([source, slot[exported]])
-    child = np.argsort(starts, kind="stable")
-    first_child = np.searchsorted(starts[child], np.arange(max(num_slots, PAD) + 1))
-    reader = np.where(slot >= 0, child.take(first_child[slot], mode="clip"), -1)
+    readers = np.argsort(starts, kind="stable")
+    reader_offsets = np.searchsorted(starts[readers], np.arange(max(num_slots, PAD) + 1))
+    first_reader = np.where(slot >= 0, readers.take(reader_offsets[slot], mode="clip"), -1)
     edges = np.arange(rank.max() + 2)
     rounds = [
         np.searchsorted(np.sort(rank), edges),
         num_rows + np.searchsorted(np.sort(stored_rank), edges),
         np.maximum.accumulate(needed),
     ]
-    columns = slot, reader, first, end, source, slot[exported], first_child, child
+    columns = slot, first_reader, first, end, source, slot[exported], reader_offsets, readers
     return Chains._make([*map(int32, columns), torch.from_numpy(np.stack(rounds, axis=1))])
 
 

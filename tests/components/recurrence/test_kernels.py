@@ -254,7 +254,9 @@ def test_chains_are_maximal_runs_in_rounds(seed):
     chains = make_chains(chunks, rows)
     assert all(x.dtype == torch.int32 for x in chains[:-1])
     before, exported = chunks.before.tolist(), chunks.exported.tolist()
-    slot, reader, first, end, source, exported_slots, first_child, child = (x.tolist() for x in chains[:-1])
+    slot, first_reader, first, end, source, exported_slots, reader_offsets, readers = (
+        x.tolist() for x in chains[:-1]
+    )
     num_chains, num_slots, num_chunks = chains.rounds[-1].tolist()
     assert num_chunks == len(before)
 
@@ -273,10 +275,10 @@ def test_chains_are_maximal_runs_in_rounds(seed):
         assert s == (slot[before[a]] if before[a] >= 0 else -2 - before[a] if before[a] < -1 else -1)
     assert exported_slots == [slot[c] for c in exported]
     starts = source + exported_slots
-    for s in range(len(first_child) - 1):
-        children = child[first_child[s] : first_child[s + 1]]
-        assert children == [i for i, x in enumerate(starts) if x == s]
-    assert reader == [starts.index(s) if s >= 0 else -1 for s in slot]
+    for s in range(len(reader_offsets) - 1):
+        found = readers[reader_offsets[s] : reader_offsets[s + 1]]
+        assert found == [i for i, x in enumerate(starts) if x == s]
+    assert first_reader == [starts.index(s) if s >= 0 else -1 for s in slot]
 
     # A chain's round follows the round that fills its slot. Within a round, longer chains come first.
     chain_of = {c: i for i, x in enumerate(ranges) for c in range(*x)}
@@ -295,7 +297,7 @@ def test_chains_are_maximal_runs_in_rounds(seed):
         assert {slot[c] for i in range(a, b) for c in range(*ranges[i])} - {-1} == set(range(s, t))
 
     # torch.compile specializes on sizes 0 and 1.
-    assert min(len(first), len(first_child) - 1) >= 2
+    assert min(len(first), len(reader_offsets) - 1) >= 2
 
 
 def test_long_chains_are_cut():

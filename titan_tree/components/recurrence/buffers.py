@@ -58,7 +58,7 @@ class Saved(NamedTuple):
 def empty_saved(q: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, chains: Chains) -> Saved:
     """Returns an uninitialized ``Saved`` for inputs like these, see ``TreeGDN``."""
     # Sizes are read as shape[0]: len() would make torch.compile specialize on one size.
-    num_chunks, num_slots, heads = chains.slot.shape[0], chains.first_child.shape[0] - 1, v.shape[1]
+    num_chunks, num_slots, heads = chains.slot.shape[0], chains.reader_offsets.shape[0] - 1, v.shape[1]
     num_factors = 0 if g.ndim == 3 else 3 if beta is None else len(Factors._fields)
     return Saved(
         slots=v.new_empty(num_slots, heads, v.shape[2], q.shape[2], dtype=torch.float32),

@@ -7,7 +7,7 @@ A round (``tree/chunks.py``) is all chains that can run at once. The forward pas
 chain starts from a slot that an earlier round filled. The backward pass runs them in reverse. There, each
 chain writes the gradient of the state that it starts from into a buffer of its own. Before the chain that
 filled a slot runs, ``_slot_kernel`` adds the gradients of the slot's other readers to that of the first, in
-the order of ``Chains.child``. So every sum has a fixed order, and the serial loop of a chain contains no
+the order of ``Chains.readers``. So every sum has a fixed order, and the serial loop of a chain contains no
 other loop.
 """
 
@@ -92,9 +92,9 @@ def backward(
     # first.
     with beside(k, priority=-1):
         for (chain, slot, _), (end, slot_end, _) in reversed(list(itertools.pairwise(rounds))):
-            _sum_children(start_gradient, start_gradient, chains, slot, slot_end)
+            _sum_readers(start_gradient, start_gradient, chains, slot, slot_end)
             run(chain, end)
-        _sum_children(start_gradient, gateway_gradient, chains, 0, num_rows)
+        _sum_readers(start_gradient, gateway_gradient, chains, 0, num_rows)
     with beside(k):
         recompute(0, rounds[-1][0])
     join(k, priority=-1)
@@ -106,7 +106,7 @@ def backward(
     return gradients
 
 
-def _sum_children(starts: Tensor, totals: Tensor, chains: Chains, first: int, end: int) -> None:
+def _sum_readers(starts: Tensor, totals: Tensor, chains: Chains, first: int, end: int) -> None:
     """Adds up the gradients of slots first .. end - 1 over the readers of each slot.
 
     Row s of ``totals`` gets the sum of slot s. If ``totals`` is ``starts``, the row of its first reader does.
@@ -115,23 +115,24 @@ def _sum_children(starts: Tensor, totals: Tensor, chains: Chains, first: int, en
         return
     _, heads, width, width_k = starts.shape
     size, block = heads * width * width_k, min(width * width_k, 2048)
+    readers = chains.reader_offsets, chains.readers
     _slot_kernel[(end - first, size // block)](
-        starts, totals, chains.first_child, chains.child, first, size, IN_PLACE=totals is starts, BLOCK=block
+        starts, totals, *readers, first, size, IN_PLACE=totals is starts, BLOCK=block
     )
 
 
 @triton.jit(do_not_specialize=["first_slot"])
 def _slot_kernel(
-    start_gradient_ptr, total_ptr, first_child_ptr, child_ptr, first_slot, SIZE, IN_PLACE: tl.constexpr,
+    start_gradient_ptr, total_ptr, reader_offsets_ptr, readers_ptr, first_slot, SIZE, IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one slot: the sum over its readers."""
     slot = first_slot + tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    first, end = tl.load(first_child_ptr + slot), tl.load(first_child_ptr + slot + 1)
-    row = tl.load(child_ptr + first).to(tl.int64) if IN_PLACE else slot
+    first, end = tl.load(reader_offsets_ptr + slot), tl.load(reader_offsets_ptr + slot + 1)
+    row = tl.load(readers_ptr + first).to(tl.int64) if IN_PLACE else slot
     if not IN_PLACE or end - first > 1:
         total = tl.zeros([BLOCK], tl.float32)
         for i in range(first, end):
-            total += tl.load(start_gradient_ptr + tl.load(child_ptr + i).to(tl.int64) * SIZE + element)
+            total += tl.load(start_gradient_ptr + tl.load(readers_ptr + i).to(tl.int64) * SIZE + element)
         tl.store(total_ptr + row * SIZE + element, total)

@@ -365,10 +365,10 @@ def state_gradients(
 ) -> Run:  # fmt: skip
     """Returns a pass that fills ``dstate`` (dS'^T), ``x`` (X^T, or dv) and ``start_gradient`` of chains.
 
-    It reads the gradients of the chains' own slots from the rows ``Chains.reader`` of ``start_gradient``.
+    It reads the gradients of the chains' own slots from rows ``Chains.first_reader`` of ``start_gradient``.
     """
     tiles = _tiles(q, k, do, scores, saved)
-    where = _where(saved, chunks, chains, chains.reader)
+    where = _where(saved, chunks, chains, chains.first_reader)
     rest = None if saved.has_delta else x, start_gradient, *where
     arguments = [*tiles, *_parts(saved, dstate, x), *rest]
     return _run(_gradient_kernel, arguments, q, do, pairs=False, DELTA=saved.has_delta)

@@ -249,7 +249,7 @@ def state_gradients(
 ) -> Run:  # fmt: skip
     """Returns a pass that fills ``dstate`` (dS'^T), ``x`` (X^T) and ``start_gradient`` of chains.
 
-    It reads the gradients of the chains' own slots from the rows ``Chains.reader`` of ``start_gradient``.
+    It reads the gradients of the chains' own slots from rows ``Chains.first_reader`` of ``start_gradient``.
     """
     factors, block = saved.factors, min(do.shape[2], 64)
 
@@ -257,8 +257,8 @@ def state_gradients(
         programs = (end - first) * do.shape[1] * (do.shape[2] // block)
         _state_gradient_kernel[(programs,)](
             q, k, do, saved.inverse, scores, factors.read, factors.write, factors.query, factors.total,
-            dstate, x, start_gradient, chains.first, chains.end, chains.source, chains.reader, chunks.start,
-            first, **sizes(q, do), BLOCK_V=block, PRECISION=precision(k),
+            dstate, x, start_gradient, chains.first, chains.end, chains.source, chains.first_reader,
+            chunks.start, first, **sizes(q, do), BLOCK_V=block, PRECISION=precision(k),
             STAGES=stages(k, programs), RAW=k.is_cuda, DELTA=saved.has_delta,
         )  # fmt: skip
 

@@ -245,7 +245,7 @@ def state_gradients(
 ) -> Run:  # fmt: skip
     """Returns a pass that fills ``dstate`` (dS'^T), ``x`` (X^T) and ``start_gradient`` of chains.
 
-    It reads the gradients of the chains' own slots from the rows ``Chains.reader`` of ``start_gradient``.
+    It reads the gradients of the chains' own slots from rows ``Chains.first_reader`` of ``start_gradient``.
     """
     block = min(do.shape[2], 64)
 
@@ -253,8 +253,8 @@ def state_gradients(
         programs = (end - first) * do.shape[1] * (do.shape[2] // block)
         _state_gradient_kernel[(programs,)](
             prepared.query, prepared.read, prepared.write, do, saved.inverse, scores, prepared.keep,
-            dstate, x, start_gradient, chains.first, chains.end, chains.source, chains.reader, chunks.start,
-            first, **sizes(q, do), BLOCK_V=block, PRECISION=precision(k),
+            dstate, x, start_gradient, chains.first, chains.end, chains.source, chains.first_reader,
+            chunks.start, first, **sizes(q, do), BLOCK_V=block, PRECISION=precision(k),
             STAGES=min(stages(k, programs, least=1), 2), RAW=k.is_cuda,
         )  # fmt: skip
 
