@@ -280,6 +280,9 @@ class Barrier:
     def wait(self, phase: Any) -> None:
         others_may_run(lambda: self.phases % 2 != int(phase))
 
+    def invalidate(self) -> None:
+        del self.phases, self.missing, self.missing_bytes  # later uses fail
+
 
 class Barriers(list[Barrier]):
     def index(self, i: Any) -> Barrier:  # type: ignore[override]
@@ -372,7 +375,7 @@ _LANGUAGE = SimpleNamespace(
 )  # fmt: skip
 _MBARRIER = SimpleNamespace(
     MBarrierLayout=lambda: "barriers", init=Barrier.init, expect=Barrier.expect, arrive=Barrier.arrive,
-    wait=Barrier.wait,
+    wait=Barrier.wait, invalidate=Barrier.invalidate,
 )  # fmt: skip
 _TMA = SimpleNamespace(
     async_copy_global_to_shared=Descriptor.copy_to_shared, async_copy_shared_to_global=Descriptor.store,

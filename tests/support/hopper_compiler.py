@@ -58,7 +58,8 @@ def compile_launches(*names: str, gluon: bool = True) -> None:
     """Makes every later launch in this process compile its kernel instead of running it.
 
     Each new kernel prints one line of JSON: its name, bytes of shared memory, registers per thread, bytes of
-    spilled registers, ptxas's warnings that it serializes products, and the constants called ``names``.
+    spilled registers, warnings, and the constants called ``names``. Warnings are ptxas's that it serializes
+    products, and the mbarriers of ``_lost_barriers``.
 
     Args:
         gluon: compile Gluon kernels, or else Triton kernels. Launches of the others do nothing.
@@ -77,12 +78,26 @@ def compile_launches(*names: str, gluon: bool = True) -> None:
                 "registers": int(re.findall(r"Used (\d+) registers", log.getvalue())[0]),
                 "spills": sum(map(int, spills)),
                 # C7519 only says where ptxas adds an instruction
-                "warnings": re.findall(r".*C75(?!19)\d\d.*", log.getvalue()),
+                "warnings": re.findall(r".*C75(?!19)\d\d.*", log.getvalue())
+                + _lost_barriers(compiled.asm["ttgir"]),
             }
             print(json.dumps(result))
 
     driver.set_active(HopperDriver())
     JITFunction.run = compile_only
+
+
+def _lost_barriers(ttgir: str) -> list[str]:
+    """Returns the mbarriers that a kernel neither shares between its groups nor invalidates.
+
+    Triton reuses their memory, in which the GPU may still write their state (see ``components/rings.py``).
+    """
+    shared = set(re.findall(r"%[\w#]+", " ".join(re.findall(r"ttg\.warp_specialize\(([^)]*)\)", ttgir))))
+    invalidated = set(re.findall(r"ttng\.inval_barrier (%[\w#]+)", ttgir))
+    whole = dict(re.findall(r"(%[\w#]+) = ttg\.memdesc_index (%[\w#]+)", ttgir))
+    kept = shared | invalidated | {whole.get(x) for x in invalidated}
+    barriers = re.findall(r"(%[\w#]+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<[\dx]*xi64", ttgir)
+    return [f"mbarrier {name} is not invalidated" for name in barriers if name not in kept]
 
 
 def compiled_by(module: str, sources: Sequence[str], *arguments: Any) -> Report:

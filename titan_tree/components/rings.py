@@ -4,6 +4,10 @@ TMA is Hopper's engine for asynchronous copies between global and shared memory.
 shared memory: a phase completes when all expected arrivals and all expected bytes of copies have arrived. A
 wait names the parity of its phase.
 
+An mbarrier must be invalidated after its last use, because Triton then gives its memory to other data, and
+the GPU writes its state there when it switches to another process. Barriers that the groups of
+``warp_specialize`` share live as long as the kernel.
+
 A kernel has one producer warp, which only issues copies, and groups of four consumer warps, which compute.
 They communicate through rings: the producer fills slot after slot while consumers read earlier slots.
 """
@@ -26,7 +30,7 @@ class Ring(NamedTuple):
 
     A slot is full when the bytes of its copies, or all WRITERS, have arrived. It is empty when all READERS
     have released it. Filling number n uses slot n % STAGES, and the parity of n // STAGES is the phase of its
-    barriers.
+    barriers. Rings whose slots are released together share ``empty``.
     """
 
     slots: gl.shared_memory_descriptor  # [STAGES, rows, D]
@@ -37,12 +41,16 @@ class Ring(NamedTuple):
 @gluon.jit
 def make_ring(slots, STAGES: gl.constexpr, READERS: gl.constexpr, WRITERS: gl.constexpr = 1):
     """A ring of these slots. READERS and WRITERS: how many arrivals empty and fill a slot."""
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    return Ring(slots, make_barriers(STAGES, WRITERS), make_barriers(STAGES, READERS))
+
+
+@gluon.jit
+def make_barriers(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
+    """STAGES mbarriers, whose phases complete after this many arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=WRITERS)
-        mbarrier.init(empty.index(s), count=READERS)
-    return Ring(slots, full, empty)
+        mbarrier.init(barriers.index(s), count=ARRIVALS)
+    return barriers
 
 
 @gluon.jit

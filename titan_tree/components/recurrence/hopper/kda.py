@@ -120,6 +120,7 @@ def _prepare_kernel(
     is_token = gl.expand_dims(start + t < end, 1)
     token = start.to(gl.int64) * G + head
     mbarrier.wait(full, 0)
+    mbarrier.invalidate(full)
     if end - start < C:  # the tiles also contain other chunks' tokens
         q_tile.store(gl.where(is_token, q_tile.load(CHANNELS), 0.0).to(dtype))
         k_tile.store(gl.where(is_token, k_tile.load(CHANNELS), 0.0).to(dtype))
@@ -299,6 +300,7 @@ def _input_kernel(
     t, d = gl.arange(0, C, TOKENS), gl.arange(0, BLOCK_K, CHANNELS)
     is_token = gl.expand_dims(start + t < end, 0)
     mbarrier.wait(first, 0)
+    mbarrier.invalidate(first)
     if end - start < C:  # the tiles also contain other chunks' tokens
         for tile in gl.static_range(3):
             memory = (q_tile, k_tile, total_tile)[tile].permute((1, 0))
@@ -327,6 +329,7 @@ def _input_kernel(
     k = k_tile.permute((1, 0)).load(TILE).to(gl.float32)
     dtotal = q * dq + k * dk
     mbarrier.wait(full.index(1), 0)
+    mbarrier.invalidate(full.index(1))
     written = warpgroup_mma(dstate.permute((1, 0)), new, none, use_acc=False, is_async=True)
     written = warpgroup_mma_wait(0, [written])
     written *= gl.where(is_token, gl.exp2(gl.expand_dims(last, 1) - total), 0.0) * length

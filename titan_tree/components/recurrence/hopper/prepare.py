@@ -121,6 +121,7 @@ def _prepare_kernel(
     totals = gl.expand_dims(gl.load(number + column), 0)
     gain = gl.where(is_seen, gl.exp2(gl.where(is_seen, gl.expand_dims(total, 1) - totals, 0.0)), 0.0)
     mbarrier.wait(full, 0)
+    mbarrier.invalidate(full)
     none = gl.zeros([C, C], gl.float32, SCORES)
     if DELTA:
         kk = warpgroup_mma(k, k.permute((1, 0)), none, use_acc=False, is_async=True)

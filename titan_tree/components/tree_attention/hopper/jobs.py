@@ -22,7 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from titan_tree.components.rings import Ring, make_ring, wait_empty
+from titan_tree.components.rings import Ring, make_barriers, make_ring, wait_empty
 from titan_tree.components.tree_attention.plan import JOBS, KEYS, Plan
 
 # 1. Jobs.
@@ -59,8 +59,8 @@ class Memory(NamedTuple):
     k: gl.shared_memory_descriptor  # [1, BLOCK_K, D]
     v: gl.shared_memory_descriptor
     kv_full: gl.shared_memory_descriptor  # mbarrier: k and v have arrived
-    q: Ring  # slots [STAGES, BLOCK_Q, D]; releasing one also releases the slot of do
-    do: Ring
+    q: Ring  # slots [STAGES, BLOCK_Q, D]
+    do: Ring  # slots [STAGES, BLOCK_Q, D], released together with those of q
     lse: gl.shared_memory_descriptor  # [STAGES, BLOCK_Q], filled together with q
     delta: gl.shared_memory_descriptor  # [STAGES, BLOCK_Q], filled together with do
 
@@ -96,7 +96,8 @@ def make_memory(q_rows, k_rows, v_rows, do_rows, lse_row, delta_row, STAGES: gl.
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, count=1)
     q = make_ring(gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, D], q_rows.layout), STAGES, 2)
-    do = make_ring(gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, D], do_rows.layout), STAGES, 2)
+    do_slots = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, D], do_rows.layout)
+    do = Ring(do_slots, make_barriers(STAGES, 1), q.empty)
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], lse_row.layout)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], delta_row.layout)
     return Memory(k, v, kv_full, q, do, lse, delta)
