@@ -99,16 +99,16 @@ def _step(
     dp = warpgroup_mma(v, do.permute((1, 0)), zero - delta, is_async=True)
     dp = warpgroup_mma_wait(0, [dp])
     ds = (p * dp).to(q.dtype)
-    if WITH_DQ:
+    p = gl.convert_layout(p.to(q.dtype), OPERAND)
+    dv = warpgroup_mma(p, do, dv, is_async=True)
+    operand = gl.convert_layout(ds, OPERAND)
+    dk = warpgroup_mma(operand, q, dk, is_async=True)
+    if WITH_DQ:  # during both products
         wait_empty(exchange.ds, i, 2)
         exchange.ds.slots.index(i % 2).slice(group * HALF_K, HALF_K, 0).store(ds)
         fence_async_shared()
         mbarrier.arrive(exchange.ds.full.index(i % 2), count=1)
-    p = gl.convert_layout(p.to(q.dtype), OPERAND)
-    dv = warpgroup_mma(p, do, dv, is_async=True)
-    ds = gl.convert_layout(ds, OPERAND)
-    dk = warpgroup_mma(ds, q, dk, is_async=True)
-    dv, p, dk, ds = warpgroup_mma_wait(0, [dv, p, dk, ds])
+    dv, p, dk, operand = warpgroup_mma_wait(0, [dv, p, dk, operand])
     release(memory.q, i, STAGES)  # once per step: it is a barrier over the group
     return dk, dv
 
