@@ -60,13 +60,13 @@ def _value_step(
     lse = memory.lse.index(slot).load(gl.SliceLayout(0, SCORES))
     s = warpgroup_mma_wait(0, [s])
     p = probabilities(s, lse, column_ptr, key, end, row, N, scale, MASK, SQUARE, BLOCK_Q, SCORES)
+    operand = gl.convert_layout(p.to(do.dtype), gl.DotOperandLayout(0, DK, 2))
+    wait_full(memory.do, i, STAGES)
+    dv = warpgroup_mma(operand, do, dv, is_async=True)
     wait_empty(p_ring, i, 2)
     p_ring.slots.index(i % 2).store(p)
     mbarrier.arrive(p_ring.full.index(i % 2), count=1)
-    p = gl.convert_layout(p.to(do.dtype), gl.DotOperandLayout(0, DK, 2))
-    wait_full(memory.do, i, STAGES)
-    dv = warpgroup_mma(p, do, dv, is_async=True)
-    dv, p = warpgroup_mma_wait(0, [dv, p])
+    dv, operand = warpgroup_mma_wait(0, [dv, operand])
     release(memory.q, i, STAGES)
     return dv
 
