@@ -349,6 +349,12 @@ def test_the_command_writes_json_and_a_page_and_its_status_says_whether_all_chec
     assert "FAILED in bfloat16: loss: " in capsys.readouterr().out
 
 
+def test_a_missing_folder_is_refused_before_the_step(capsys):
+    assert main(["certify", "demo", "--page", "none/c.html"]) == 2
+    message = "none/c.html: there is no folder none; make it, or name a file in another one"
+    assert capsys.readouterr().err == f"titan-tree: error: {message}\n"
+
+
 def test_tokens_that_the_loss_does_not_count_are_refused(tmp_path):
     def late(record):
         return {"tokens": record["tokens"] + [60] * 30, "loss_mask": [0] * (len(record["tokens"]) + 29) + [1]}

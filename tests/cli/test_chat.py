@@ -78,9 +78,11 @@ def test_chat_refuses_what_is_no_model(tmp_path: Path, capsys: pytest.CaptureFix
     )
     assert main(["chat", str(tmp_path)]) == 2
     assert main(["chat", f"{tmp_path}/missing"]) == 2
+    assert main(["chat", __file__]) == 2
     assert capsys.readouterr().err.splitlines() == [
         f"titan-tree: error: {tmp_path}: {expected} a folder without them",
         f"titan-tree: error: {tmp_path}/missing: {expected} no such folder",
+        f"titan-tree: error: {__file__}: {expected} a file; give the folder",
     ]
     (tmp_path / "adapter_config.json").touch()
     assert main(["chat", str(tmp_path)]) == 2

@@ -91,8 +91,14 @@ def test_json_has_every_key_that_the_page_lists(capsys: pytest.CaptureFixture[st
             "--model 0.6B: no such folder; expected that of a Hugging Face snapshot, or NAME:FLAVOR, such as "
             "qwen3:0.6B",
         ),
+        (
+            ["--model", "Qwen/Qwen3-0.6B", "--data", "demo"],
+            "--model Qwen/Qwen3-0.6B: no such folder; expected that of a Hugging Face snapshot, or "
+            "NAME:FLAVOR, such as qwen3:0.6B or the tiny qwen3:debug, with random weights; download it: "
+            "hf download Qwen/Qwen3-0.6B --local-dir FOLDER, and name that folder",
+        ),
     ],
-    ids=["unknown", "data", "model", "out", "keys", "exists", "flavor"],
+    ids=["unknown", "data", "model", "out", "keys", "exists", "flavor", "hub"],
 )
 def test_wrong_arguments_are_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]

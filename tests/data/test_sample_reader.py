@@ -197,6 +197,10 @@ MALFORMED = {
         {"custom_id": "a", "body": {"messages": []}},
         r'got custom_id, body; join requests and results by custom_id: \{"request": body, "response": ',
     ),
+    "call as text": (
+        {"request": '{"messages": []}', "response": "{}"},
+        r"got request, response; request holds text: parse it and the response with json.loads",
+    ),
     "answer alone": ({"choices": []}, "got choices; log each answer with its request"),
     "turns of ShareGPT": (
         {"messages": [{"from": "gpt", "value": "a", "role": "assistant", "content": "a"}]},

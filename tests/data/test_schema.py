@@ -209,6 +209,22 @@ def test_truncated_arrays_are_refused(tmp_path):
             "JSON has double quotes: write it with json.dumps, not str",
         ),
         (
+            b"id,reward",
+            "broken JSON at character 1: Expecting value; expected an object in {} or a list in []",
+        ),
+        (
+            b"<!DOCTYPE html>",
+            "broken JSON at character 1: Expecting value; it is a web page or XML: download the data",
+        ),
+        (
+            b"version https://git-lfs.github.com/spec/v1",
+            "broken JSON at character 1: Expecting value; it is a pointer of Git LFS: git lfs pull",
+        ),
+        (
+            b"rows.jsonl\0\0000644",
+            "broken JSON at character 1: Expecting value; it is binary, such as a tar archive: unpack it",
+        ),
+        (
             b"PK\x03\x04\xff",
             "expected UTF-8 text: invalid start byte at byte 5; it is a zip archive: unpack it",
         ),

@@ -459,6 +459,14 @@ def test_names_are_text_and_plots_are_drawn(page: Any) -> None:
     assert page.locator("details mark").first.text_content() == "an answer"
 
 
+def test_a_run_of_one_step_says_that_it_has_no_curve(browser: Any, tmp_path: Path) -> None:
+    content = full_payload()
+    content["run"]["curves"] = {}
+    page = open_page(browser, content, tmp_path)
+    assert page.locator("#curves").inner_text() == "none yet: no value differs between steps"
+    page.close()
+
+
 def test_the_dark_page_has_its_own_colours(page: Any) -> None:
     show(page, BRANCHING, "mask")
     light = pixels(page)

@@ -168,7 +168,11 @@ def test_broken_files_in_a_folder_are_counted(tmp_path, sessions, capsys):
     )
     (tmp_path / "empty").mkdir()
     assert main(["xray", str(tmp_path / "empty")]) == 2
-    assert "nothing to show: the files hold no rollouts that a reader knows" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        f"titan-tree: error: nothing to show: {tmp_path}/empty: no file that a reader knows; expected a "
+        "format of docs/data.md in files that end with .jsonl, .json, .ndjson, .traj, .parquet, also "
+        "with .gz or .zst\n"
+    )
 
 
 def test_the_command_prints_three_sentences_and_writes_a_page(sessions, tmp_path, capsys):

@@ -36,6 +36,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.tokens < 2:
         raise UserError(f"--tokens: expected at least 2, one for each of two paths, got {args.tokens}")
+    for file in filter(None, (args.json, args.page)):
+        if not os.path.isdir(folder := os.path.dirname(file) or "."):
+            raise UserError(f"{file}: there is no folder {folder}; make it, or name a file in another one")
     config = load_any(args.config, args.overrides)
     if args.nproc > 1:
         os.execv(sys.executable, command(args))

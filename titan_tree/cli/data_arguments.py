@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from titan_tree.errors import UserError, printable
+from titan_tree.errors import UserError, missing_snapshot, printable
 from titan_tree.registry import MODELS, READERS
 
 if TYPE_CHECKING:  # functions import what --help does not need
@@ -94,10 +94,9 @@ def named_model(model: str) -> TreeModel:
         if not colon:
             names = [(name, flavor) for name in MODELS for flavor in MODELS[name].flavors]
             near = [f"{name}:{flavor}" for name, flavor in names if model in (name, flavor)]
-            raise UserError(
-                f"--model {model}: no such folder; expected that of a Hugging Face snapshot, or NAME:FLAVOR, "
-                f"such as {', '.join(near) or 'qwen3:0.6B or the tiny qwen3:debug'}"
-            )
+            known = ", ".join(near) or "qwen3:0.6B or the tiny qwen3:debug, with random weights"
+            kind = f"that of a Hugging Face snapshot, or NAME:FLAVOR, such as {known}"
+            raise UserError(f"--model {model}: {missing_snapshot(model, kind)}")
         return build_model(name, flavor)
 
 

@@ -330,6 +330,8 @@ def _wrong_kind(record: Record, kinds: Sequence[str]) -> UserError:
     hint = "rename the fields as in a format of docs/data.md"
     if "custom_id" in record:
         hint = 'join requests and results by custom_id: {"request": body, "response": response.body}'
+    elif isinstance(record.get("request"), str):
+        hint = "request holds text: parse it and the response with json.loads, and write them as objects"
     elif "choices" in record:
         hint = 'log each answer with its request: {"request": ..., "response": ...}'
     return UserError(f"{expected}; got {present}; {hint}")

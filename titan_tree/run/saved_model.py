@@ -52,7 +52,9 @@ class SavedModel:
         run = folder.parent.parent if CHECKPOINT.fullmatch(folder.name) else folder
         if not folder.is_dir() or not (run / "config.toml").is_file():
             found = "a folder without them" if folder.is_dir() else "no such folder"
-            if (folder / ADAPTER_CONFIG).is_file():
+            if folder.is_file():
+                found = "a file; give the folder"
+            elif (folder / ADAPTER_CONFIG).is_file():
                 found = "an adapter; give the run that wrote it"
             raise UserError(
                 f"{path}: expected the folder of a run (config.toml), a checkpoint inside of one "

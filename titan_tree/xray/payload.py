@@ -30,7 +30,7 @@ from titan_tree.xray.rendering import KINDS, KindFinder, RenderedPath, Renderer
 from titan_tree.xray.runs import Curves
 from titan_tree.xray.segments import Segments, find_reasons, find_segments, logprobs, texts
 from titan_tree.xray.sentences import ratio, sentences
-from titan_tree.xray.sources import Sources
+from titan_tree.xray.sources import ENDINGS, PACKED, Sources
 
 VERSION = 1
 PAGE_TEXT = 4_000_000  # characters of all texts together
@@ -94,8 +94,11 @@ class Xray:
             for group in self._sources.groups(open_file):
                 self._add(group)
         if not self._trees and not self._curves:
-            reason = next(iter(self._sources.problems), "the files hold no rollouts that a reader knows")
-            raise UserError(f"nothing to show: {reason}")
+            nothing = (
+                f"{self._name}: no file that a reader knows; expected a format of docs/data.md in files that "
+                f"end with {', '.join(ENDINGS)}, also with {' or '.join(PACKED)}"
+            )
+            raise UserError(f"nothing to show: {next(iter(self._sources.problems), nothing)}")
         self._assign_ranks()
         self._shorten_texts()
         is_scored = any("loss" in tree for tree in self._trees)

@@ -66,11 +66,17 @@ def parse_json(content: bytes, place: str) -> object:
 def _json_hint(error: json.JSONDecodeError) -> str:
     if error.msg == "Extra data":
         return "; write one value per line, or a list of all"
+    if "\0" in error.doc[:512]:
+        return "; it is binary, such as a tar archive: unpack it, or convert it"
+    if error.doc.lstrip().startswith("<"):
+        return "; it is a web page or XML: download the data themselves, or convert them"
+    if error.doc.startswith("version https://git-lfs"):
+        return "; it is a pointer of Git LFS: git lfs pull downloads the file"
     if error.doc[error.pos : error.pos + 1] == "'":
         return "; JSON has double quotes: write it with json.dumps, not str"
     if error.msg.startswith("Unterminated") or error.pos >= len(error.doc.rstrip()) > 0:
         return "; it ends too early: write it again, or remove it"
-    return ""
+    return "; expected an object in {} or a list in []" if error.pos == 0 else ""
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -431,7 +431,8 @@ function fillCancellations() {
 function fillRun() {
   if (!run) return;
   find("run").hidden = false;
-  find("curves").append(...Object.entries(run.curves).map(([name, series]) => curve(name, series)));
+  const curves = Object.entries(run.curves).map(([name, series]) => curve(name, series));
+  find("curves").append(...(curves.length ? curves : [make("p.faint", "none yet: no value differs between steps")]));
   fillSamples();
 }
 
