@@ -299,6 +299,11 @@ def test_settings_that_contradict_the_loss_are_refused():
     ):
         with pytest.raises(UserError, match=f"^loss: the paths have no {field}; give it to every path"):
             loss(torch.zeros(1), batch, 1.0)
+    batch = TreeBatch.from_trees([TokenTree.from_paths([TokenPath([1, 2], advantage=1)])])
+    with pytest.raises(
+        UserError, match="no old_logprobs; give it to every path, compute it with titan-tree score"
+    ):
+        TreeLoss("ppo")(torch.zeros(1), batch, 1.0)
 
 
 def test_the_configuration_builds_both_terms(tmp_path):

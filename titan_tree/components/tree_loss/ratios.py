@@ -13,7 +13,10 @@ from titan_tree.tree.batch import PathPairs
 
 _FIXES = {
     "advantage": ", or set data.advantage = 'group' and give rewards",
-    "old_logprobs": ", or set loss.name = 'reinforce' if the current model sampled the paths",
+    "old_logprobs": (
+        ", compute it with titan-tree score, or set loss.name = 'reinforce' if the current model sampled the "
+        "paths"
+    ),
     "ref_logprobs": ": compute them under the reference model, or the teacher, with titan-tree score",
     "rollout_logprobs": ", as the sampling engine reported them",
     **dict.fromkeys(("edge_weight", "is_first"), ": call weigh_edges() of every tree"),
