@@ -119,12 +119,9 @@ class PrintCompletion(argparse.Action):
     """Prints the script with which a shell completes commands and options, and ends the process."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: object, shell: object, *_: object) -> None:
-        """Raises SystemExit: with status 2 if the package shtab is missing."""
-        try:
-            import shtab
-        except ImportError:
-            parser.error("--print-completion: needs the package shtab; install it: pip install shtab")
-        print(shtab.complete(_parser(COMMANDS), shell))
+        import shtab
+
+        print(shtab.complete(_parser(COMMANDS), str(shell)))
         parser.exit()
 
 
