@@ -104,6 +104,11 @@ REFUSED = [
     ),
     (
         "openai_chat",
+        {"request": chat(ASK), "response": []},
+        r"response: expected an object .* got \[\]; join the chunks of a stream into one message",
+    ),
+    (
+        "openai_chat",
         {"request": chat(ASK), "reply": "2"},
         "response: .* got only the fields request, reply; rename",
     ),

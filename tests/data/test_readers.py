@@ -169,7 +169,8 @@ def test_names_that_lead_to_no_file_are_one_line(tmp_path, monkeypatch):
         "a" * 300: "cannot be read: File name too long",
         "a\0b": "cannot be read: embedded null byte",
         "x\udce9\x1b\n*": f"no such file in {tmp_path}",
-        "-": f"no such file in {tmp_path}",
+        "-": "no such file; write what is piped to a file, and name that",
+        "hf://datasets/a/b": "no such file; download it, and name that file",
         "fifp": "no such file; did you mean fifo?",
         "a,b": "no such file; separate several files by spaces, or in a configuration as a list: "
         "[a.jsonl, b.jsonl]",

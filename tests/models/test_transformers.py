@@ -235,6 +235,13 @@ def test_broken_snapshots_are_one_line(tmp_path: Path) -> None:
     hf_family("mistral").save_pretrained(folder)
     with pytest.raises(UserError, match=r"^recurrence: expected backend 'auto' for a mistral model, which"):
         load_pretrained(folder, recurrence="triton")
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace('"mistral"', '"mistrall"'))
+    with pytest.raises(
+        UserError, match="model type `mistrall` but Transformers does not recognize this arch"
+    ):
+        load_pretrained(folder)
+    (folder / "config.json").write_text(config)
     weights = load_file(folder / "model.safetensors")
     removed = weights.pop("model.norm.weight")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})

@@ -408,6 +408,8 @@ def test_load_chooses_the_tokenizer_and_the_template(qwen_like, tmp_path):
         UserError, match=r"nowhere: no such folder; expected a .* snapshot, a \.tiktoken file or byte$"
     ):
         TreeTokenizer.load("nowhere")
+    with pytest.raises(UserError, match=r"byte, got a file; name the folder that holds it$"):
+        TreeTokenizer.load(__file__)
 
 
 def test_byte_level_tokens_decode_to_the_text():

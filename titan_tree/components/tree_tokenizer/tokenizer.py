@@ -95,7 +95,7 @@ class TreeTokenizer:
             return TreeTokenizer.from_tiktoken(name, template=template or "chatml")
         if is_import_string(name):
             return _own_tokenizer(str(name), template)
-        if not Path(name).expanduser().exists():
+        if not Path(name).expanduser().is_dir():
             raise UserError(f"{name}: {missing_snapshot(name, f'{SNAPSHOT}, a .tiktoken file or byte')}")
         return TreeTokenizer.from_hf(name, template)
 
@@ -111,7 +111,7 @@ class TreeTokenizer:
             UserError: a missing or malformed file, or a tokenizer that the library ``tokenizers`` rejects.
         """
         folder = Path(folder).expanduser()
-        if not folder.exists():
+        if not folder.is_dir():
             raise UserError(f"{folder}: {missing_snapshot(folder)}")
         config_file = folder / "tokenizer_config.json"
         config = read_json(config_file) if os.path.lexists(config_file) else {}

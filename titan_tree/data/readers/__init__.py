@@ -180,6 +180,10 @@ def _require_existing(path: str) -> None:
 def _hint(path: str) -> str:
     """Returns what may have been meant by the path of a file that does not exist."""
     folder, name = os.path.split(path)
+    if "://" in path:
+        return "; download it, and name that file"
+    if path == "-":
+        return "; write what is piped to a file, and name that"
     if "," in name:
         return "; separate several files by spaces, or in a configuration as a list: [a.jsonl, b.jsonl]"
     with suppress(OSError):

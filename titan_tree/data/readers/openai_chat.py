@@ -88,9 +88,11 @@ class OpenAIChatReader(RowReader):
             names = ", ".join(row)[:60]
             found = "null" if response is None else shorten(response)
             found = found if "response" in row else f"only the fields {names}"
+            fix = "rename or add it, or remove a failed call"
+            if isinstance(response, list):
+                fix = "join the chunks of a stream into one message"
             raise UserError(
-                f"response: expected an object with choices beside the request, got {found}; rename or add "
-                "it, or remove a failed call"
+                f"response: expected an object with choices beside the request, got {found}; {fix}"
             )
         choices = response.get("choices")
         if not isinstance(choices, list) or not choices:

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils.logging import disable_progress_bar
 
 from titan_tree.components.lora import is_factor
-from titan_tree.errors import UserError, shorten
+from titan_tree.errors import UserError, hide, printable
 from titan_tree.models.hf.snapshot_files import CONFIG, read_json, weight_files
 from titan_tree.models.transformers.support import check_supported
 from titan_tree.models.transformers.transformers_model import TransformersModel
@@ -145,4 +145,4 @@ def _errors_in_one_line(path: str | Path) -> Iterator[None]:
         yield
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{path}: transformers cannot load it: {shorten(reason)}") from None
+        raise UserError(f"{path}: transformers cannot load it: {printable(hide(reason)[:240])}") from None
