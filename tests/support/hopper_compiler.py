@@ -88,16 +88,19 @@ def compile_launches(*names: str, gluon: bool = True) -> None:
 
 
 def _lost_barriers(ttgir: str) -> list[str]:
-    """Returns the mbarriers that a kernel neither shares between its groups nor invalidates.
+    """Returns the mbarriers, slot by slot, in whose memory Triton may put other data while they are valid.
 
-    Triton reuses their memory, in which the GPU may still write their state (see ``components/rings.py``).
+    A barrier must be invalidated, unless groups share it and the kernel returns right after they end. The GPU
+    may still write the state of a valid barrier (see ``components/rings.py``).
     """
-    shared = set(re.findall(r"%[\w#]+", " ".join(re.findall(r"ttg\.warp_specialize\(([^)]*)\)", ttgir))))
-    invalidated = set(re.findall(r"ttng\.inval_barrier (%[\w#]+)", ttgir))
+    kept = set(re.findall(r"ttng\.inval_barrier (%[\w#]+)", ttgir))
+    groups = r"^( *)(?:\S+ = )?ttg\.warp_specialize\(([^)]*)\).*?^\1\} : [^\n]*\n *(\S+)"
+    for _, captures, following in re.findall(groups, ttgir, re.MULTILINE | re.DOTALL):
+        if following == "tt.return":
+            kept.update(re.findall(r"%[\w#]+", captures))
     whole = dict(re.findall(r"(%[\w#]+) = ttg\.memdesc_index (%[\w#]+)", ttgir))
-    kept = shared | invalidated | {whole.get(x) for x in invalidated}
-    barriers = re.findall(r"(%[\w#]+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<[\dx]*xi64", ttgir)
-    return [f"mbarrier {name} is not invalidated" for name in barriers if name not in kept]
+    barriers = re.findall(r"ttng\.init_barrier (%[\w#]+)", ttgir)
+    return [f"mbarrier {x} is not invalidated" for x in barriers if kept.isdisjoint((x, whole.get(x)))]
 
 
 def compiled_by(module: str, sources: Sequence[str], *arguments: Any) -> Report:

@@ -6,7 +6,7 @@ wait names the parity of its phase.
 
 An mbarrier must be invalidated after its last use, because Triton then gives its memory to other data, and
 the GPU writes its state there when it switches to another process. Barriers that the groups of
-``warp_specialize`` share live as long as the kernel.
+``warp_specialize`` share keep their memory until all groups have ended, and then the kernel returns.
 
 A kernel has one producer warp, which only issues copies, and groups of four consumer warps, which compute.
 They communicate through rings: the producer fills slot after slot while consumers read earlier slots.
