@@ -10,6 +10,7 @@ import torch
 from titan_tree import train
 from titan_tree.checkpoint.export import export_hf
 from titan_tree.cli import main
+from titan_tree.cli.chat import Speaker
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.components.tree_tokenizer.messages import normalize_messages
 from titan_tree.data import demo
@@ -65,10 +66,18 @@ def test_chat_answers_lines_of_a_pipe(
     assert first == second  # greedy, and after /reset the same conversation
     assert printed.err.splitlines() == [
         f"{export}; /reset, /quit",
-        "(cut off after --max-tokens 3)",
-        "(cut off after --max-tokens 3)",
+        *["(the answer has no visible text)", "(cut off after --max-tokens 3)"] * 2,
         "unknown command /help; expected /reset or /quit",
     ]
+
+
+def test_an_answer_of_white_space_is_named(
+    export: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
+    monkeypatch.setattr(Speaker, "answer", lambda *_: (" \n", True))
+    assert main(["chat", str(export)]) == 0
+    assert capsys.readouterr().err.splitlines()[1:] == ["(the answer has no visible text)"]
 
 
 def test_chat_refuses_what_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,6 +77,8 @@ def run(args: argparse.Namespace) -> None:
             messages.append({"role": "user", "content": line})
             answer, is_finished = speaker.answer(messages, args.max_tokens, args.seed + len(messages))
             print(shown(answer), flush=True)
+            if not answer.strip():
+                print("(the answer has no visible text)", file=sys.stderr)
             if not is_finished:
                 print(f"(cut off after --max-tokens {args.max_tokens})", file=sys.stderr)
             messages.append({"role": "assistant", "content": answer, "finish_reason": "stop"})
