@@ -324,6 +324,15 @@ def test_log_probs_that_are_all_zero_are_named_once(tmp_path, caplog):
     )
 
 
+def test_rewards_that_are_no_numbers_are_named_once_per_file(tmp_path, caplog):
+    rows = [{"reward": reward, "messages": chat("x", "y")} for reward in (1, 0.5, None, "0.5", True)]
+    file = write(tmp_path / "f", *rows[:3], {"trajectories": rows[3:4]}, rows[4])
+    read([file])
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{file}:4: trajectories[0]: reward: expected a number; data.advantage refuses any other"
+    ]
+
+
 def test_doubtful_messages_are_named_once_per_file(tmp_path, caplog):
     def answer(*arguments, **fields):
         calls = [{"function": {"name": "f", "arguments": text}} for text in arguments]

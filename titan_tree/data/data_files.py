@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from titan_tree.data.readers import DEMO, OpenFile, Place, Record, find_files, open_binary, read_records
+from titan_tree.data.readers.row_reader import warn_once
 from titan_tree.data.schema import (
     CONVERSATION_FIELDS,
     INHERITED_FIELDS,
@@ -309,7 +310,7 @@ def group_trajectories(group: Group, ignored: Set[str] = frozenset("*")) -> Iter
             continue
         is_named, _ = _group_key(place, record)
         line = place.rpartition(":")[2]
-        yield Trajectory(place, f"{group.id}/{_id(place, record, line)}" if is_named else group.id, record)
+        yield _trajectory(place, f"{group.id}/{_id(place, record, line)}" if is_named else group.id, record)
 
 
 def holds_conversations(group: Group) -> bool:
@@ -359,4 +360,13 @@ def _trajectories(group_id: str, place: Place, record: Record, ignored: Set[str]
         others = () if "messages" in fields else CONVERSATION_FIELDS
         passed_on = {name: value for name, value in inherited.items() if name not in others}
         name = f"{group_id}/{_id(trajectory_place, trajectory, str(index))}"
-        yield Trajectory(trajectory_place, name, passed_on | fields)
+        yield _trajectory(trajectory_place, name, passed_on | fields)
+
+
+def _trajectory(place: Place, name: str, record: Record) -> Trajectory:
+    """Returns a trajectory. Warns once per file of a reward that is no number."""
+    reward = record.get("reward")
+    if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
+        file = place.partition(": ")[0].rpartition(":")[0]
+        warn_once(file, "reward: expected a number; data.advantage refuses any other", place)
+    return Trajectory(place, name, record)
