@@ -45,7 +45,7 @@ def test_an_export_is_what_training_writes_and_transformers_computes_the_same(
     torch.testing.assert_close(torch.as_tensor(ours), expected.gather(1, tokens[1:, None])[:, 0])
     capsys.readouterr()
     for arguments, message in (
-        ((run, out), f"{out}: this folder exists; give a new one, or remove it"),
+        ((run, out), f"{out}: it exists already; give a new one, or remove it"),
         ((out, tmp_path / "other"), f"{out}: {out} is a snapshot already; use it as it is, or copy it"),
         (
             (run, tmp_path / "other", "--adapter"),

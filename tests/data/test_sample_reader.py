@@ -433,3 +433,6 @@ def test_all_problems_of_a_file_are_found(tmp_path):
         ":1: messages",
         ":2: broken J",  # and not that the file is empty
     ]
+    file.write_text(f"{good}\n{good}\n", encoding="utf-16")
+    ((error,), _) = reader.problems()
+    assert str(error).endswith("it is UTF-16: convert it with iconv -f UTF-16 -t UTF-8")

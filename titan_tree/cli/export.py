@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
 
     out = Path(args.out).expanduser()
     if out.exists():
-        raise UserError(f"{args.out}: this folder exists; give a new one, or remove it")
+        raise UserError(f"{args.out}: it exists already; give a new one, or remove it")
     saved = SavedModel.at(args.model)
     if saved.config is None:
         raise UserError(f"{args.model}: {saved.snapshot} is a snapshot already; use it as it is, or copy it")

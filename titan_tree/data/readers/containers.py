@@ -83,7 +83,7 @@ def json_objects(
         refuse: gets the error of each broken line, and may raise it.
 
     Raises:
-        UserError: a line that is not one JSON object, see ``parse_json``.
+        UserError: a broken line that is binary; what ``refuse`` raises.
     """
     for number in count(1):
         line = file.readline(MAX_LINE_BYTES + 1)
@@ -99,6 +99,8 @@ def json_objects(
             if not isinstance(record, dict):
                 raise UserError(f"{place}: expected one JSON object per line, got {type(record).__name__}")
         except UserError as error:
+            if b"\0" in line[:512]:  # binary data have no lines
+                raise
             refuse(error)
             continue
         yield place, record
