@@ -15,7 +15,7 @@ from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
 
-pytestmark = pytest.mark.slow  # waiting for a busy GPU takes the CPU's time, too
+pytestmark = pytest.mark.gpu
 
 MULTIPLY = """
 import torch
