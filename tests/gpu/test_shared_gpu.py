@@ -65,8 +65,8 @@ def test_attention(busy, backend, dim, deterministic):
     def run():
         out = attention(*inputs, attention.prepare(tree))
         dq, dk, dv = torch.autograd.grad(out, inputs, do)
-        # TMA adds the tiles of dq in any order, unless the pass is deterministic.
-        dq = dq if deterministic else dq.isfinite().all()
+        # TMA adds the tiles of dq in any order, unless the pass is deterministic. 0 * nan is nan.
+        dq = dq if deterministic else 0 * dq
         return {"o": out, "dq": dq, "dk": dk, "dv": dv}
 
     assert_repeats(run, times=50)
