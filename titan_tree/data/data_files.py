@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from titan_tree.data.readers import DEMO, OpenFile, Place, Record, find_files, open_binary, read_records
-from titan_tree.data.readers.row_reader import warn_once
+from titan_tree.data.readers.row_reader import file_of, warn_once
 from titan_tree.data.schema import (
     CONVERSATION_FIELDS,
     INHERITED_FIELDS,
@@ -367,6 +367,5 @@ def _trajectory(place: Place, name: str, record: Record) -> Trajectory:
     """Returns a trajectory. Warns once per file of a reward that is no number."""
     reward = record.get("reward")
     if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
-        file = place.partition(": ")[0].rpartition(":")[0]
-        warn_once(file, "reward: expected a number; data.advantage refuses any other", place)
+        warn_once(file_of(place), "reward: expected a number; data.advantage refuses any other", place)
     return Trajectory(place, name, record)

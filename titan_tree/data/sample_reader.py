@@ -23,7 +23,7 @@ from titan_tree.data.data_files import DataFiles, Group, Trajectory, group_recor
 from titan_tree.data.packing import longest_path
 from titan_tree.data.readers import DEMO, Record, read_records
 from titan_tree.data.readers.chat import marked
-from titan_tree.data.readers.row_reader import warn_once
+from titan_tree.data.readers.row_reader import file_of, warn_once
 from titan_tree.data.schema import (
     KNOWN,
     PATH_FIELDS,
@@ -281,8 +281,7 @@ class SampleReader(DataFiles):
         if not turns:
             raise UserError("messages: expected at least one assistant turn to train on, got none")
         for message_place, doubt in doubtful(messages):
-            file = place.partition(": ")[0].rpartition(":")[0]
-            warn_once(file, doubt, f"{place}: messages{message_place}")
+            warn_once(file_of(place), doubt, f"{place}: messages{message_place}")
         self.endings.update(ending(message.get("finish_reason"), "finish_reason") for message in messages)
         for turn, path in turns:
             path.id = f"{name}/{turn}"

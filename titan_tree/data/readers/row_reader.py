@@ -127,6 +127,11 @@ def warn_once(path: str, message: str, place: str = "") -> None:
         logger.warning("%s: %s", printable(place or path), message, extra={"warning": (path, message)})
 
 
+def file_of(place: Place) -> str:
+    """Returns the file of a place in one of its lines."""
+    return place.partition(": ")[0].rpartition(":")[0]
+
+
 def expect(value: object, kind: type[T], where: str, expected: str) -> T:
     """Returns the value. Raises UserError if it is of another type; ``where`` names the field."""
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
