@@ -103,7 +103,7 @@ def _step(
     dv = warpgroup_mma(p, do, dv, is_async=True)
     operand = gl.convert_layout(ds, OPERAND)
     dk = warpgroup_mma(operand, q, dk, is_async=True)
-    if WITH_DQ:  # during both products
+    if WITH_DQ:  # for the third group, during both products
         wait_empty(exchange.ds, i, 2)
         exchange.ds.slots.index(i % 2).slice(group * HALF_K, HALF_K, 0).store(ds)
         fence_async_shared()

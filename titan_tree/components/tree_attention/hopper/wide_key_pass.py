@@ -63,6 +63,7 @@ def _value_step(
     operand = gl.convert_layout(p.to(do.dtype), gl.DotOperandLayout(0, DK, 2))
     wait_full(memory.do, i, STAGES)
     dv = warpgroup_mma(operand, do, dv, is_async=True)
+    # For the other group, during the product.
     wait_empty(p_ring, i, 2)
     p_ring.slots.index(i % 2).store(p)
     mbarrier.arrive(p_ring.full.index(i % 2), count=1)
