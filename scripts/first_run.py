@@ -6,7 +6,7 @@
 from pathlib import Path
 
 from titan_tree.cli import main
-from titan_tree.config.toml import load_config
+from titan_tree.run.config import load_config
 from titan_tree.train import exit_process
 from titan_tree.train import main as train
 

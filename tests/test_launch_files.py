@@ -12,7 +12,7 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from titan_tree.config.toml import load_config
+from titan_tree.run.config import load_config
 
 ROOT = Path(__file__).parents[1]
 SLURM = ROOT / "scripts" / "launch" / "slurm.sh"

@@ -17,6 +17,7 @@ from tests.support.cases import for_each
 ROOT = Path(titan_tree.__file__).parent
 REPOSITORY = ROOT.parent
 BENCH = ROOT / "bench"  # which compares with the same parts of other packages
+DESIGN = (REPOSITORY / "docs" / "design.md").read_text()
 FILES = [file for file in sorted(ROOT.rglob("*.py")) if file != ROOT / "__init__.py"]
 
 
@@ -50,11 +51,9 @@ def test_the_public_names_include_everything_that_the_documentation_uses() -> No
 
 @cache
 def imported_modules(file: Path) -> list[str]:
-    """Returns every module that a file imports, as "module" or "module.name", inside functions too."""
+    """Returns what a file imports, as "module" or "module.name": in functions and for types, too."""
     modules = []
     tree = ast.parse(file.read_text())
-    if file == ROOT / "registry.py":  # it names the types of what it holds, which type checkers alone import
-        tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             modules += [alias.name for alias in node.names]
@@ -67,8 +66,7 @@ def imported_modules(file: Path) -> list[str]:
 @cache
 def levels() -> dict[str, int]:
     """Returns the level of every top-level module, from the list in docs/design.md; 0 is the highest."""
-    design = (REPOSITORY / "docs" / "design.md").read_text()
-    lines = re.findall(r"^ {4}((?:\w+(?:\.py|/) +)+)", design, re.M)
+    lines = re.findall(r"^ {4}((?:\w+(?:\.py|/) +)+)", DESIGN, re.M)
     return {re.sub(r"\W.*", "", name): i for i, names in enumerate(lines) for name in names.split()}
 
 
@@ -89,6 +87,17 @@ def test_imports_point_down_the_list_of_the_design() -> None:
             target = inner.split(".")[0]
             assert target in level, f"{file}: {module}: import it from the module that defines it"
             assert level[top(file)] <= level[target], f"{file}: {module} is above {top(file)}"
+
+
+def test_the_core_imports_no_application() -> None:
+    """The line of docs/design.md between applications and core."""
+    above = DESIGN.split("Applications are above this line")[0]
+    applications = {name for name in levels() if re.search(rf"^ {{4}}.*\b{name}(/|\.py)", above, re.M)}
+    assert {"cli", "rl", "xray"} <= applications < levels().keys()
+    for file in FILES:
+        if top(file) not in applications:
+            used = {name.split(".")[1] for name in imported_modules(file) if name.startswith("titan_tree.")}
+            assert not used & applications, f"{file}: {used & applications}"
 
 
 def allowed(package: str) -> set[Path]:
@@ -131,10 +140,7 @@ def test_only_the_designated_files_import(package: str) -> None:
 @pytest.mark.parametrize("folder", ["tree", "components", "models"])
 def test_structures_components_and_models_take_plain_arguments_instead_of_config_tables(folder: str) -> None:
     for file in (ROOT / folder).rglob("*.py"):
-        modules = [module for module in imported_modules(file) if module.startswith("titan_tree.config")]
-        # losses.py holds their own tables; the others hold none.
-        allowed = tuple(f"titan_tree.config.{name}." for name in ("checks", "files", "losses"))
-        assert all(module.startswith(allowed) for module in modules), f"{file}: {modules}"
+        assert not [module for module in imported_modules(file) if "titan_tree.run.config" in module], file
 
 
 def run_python(code: str) -> None:
@@ -154,10 +160,11 @@ def test_data_and_inspect_import_neither_torch_nor_omegaconf() -> None:
 
 def test_registering_extensions_does_not_import_torch() -> None:
     run_python(
-        "import sys, titan_tree.metrics, titan_tree.registry as registry\n"
-        "for name, value in vars(registry).items():\n"
-        "    if isinstance(value, registry.Registry):\n"
-        "        value.register('mine', object()), list(value)\n"
+        "import sys\n"
+        "from tests.support.isolation import REGISTRIES\n"
+        "for registry in REGISTRIES:\n"
+        "    registry.register('mine', object()), list(registry)\n"
+        "import titan_tree.run.config, titan_tree.cli.reference\n"
         "assert 'torch' not in sys.modules\n"
     )
 

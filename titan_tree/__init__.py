@@ -23,25 +23,25 @@ if TYPE_CHECKING:
     from titan_tree.components.recurrence import TreeKDA as TreeKDA
     from titan_tree.components.recurrence import TreeSSD as TreeSSD
     from titan_tree.components.tree_attention import TreeAttention as TreeAttention
-    from titan_tree.components.tree_loss import KLPenalty as KLPenalty
-    from titan_tree.components.tree_loss import RolloutCorrection as RolloutCorrection
-    from titan_tree.components.tree_loss import TreeLoss as TreeLoss
-    from titan_tree.components.tree_loss import register_loss as register_loss
-    from titan_tree.components.tree_partitioner import TreePartitioner as TreePartitioner
+    from titan_tree.components.tree_loss.corrections import KLPenalty as KLPenalty
+    from titan_tree.components.tree_loss.corrections import RolloutCorrection as RolloutCorrection
+    from titan_tree.components.tree_loss.loss import TreeLoss as TreeLoss
+    from titan_tree.components.tree_loss.loss import register_loss as register_loss
+    from titan_tree.components.tree_partitioner.partitioner import TreePartitioner as TreePartitioner
     from titan_tree.components.tree_tokenizer import TreeTokenizer as TreeTokenizer
-    from titan_tree.config.toml import load_config as load_config
     from titan_tree.data.dataset import TreeDataset as TreeDataset
     from titan_tree.distributed.mesh import OneRank as OneRank
     from titan_tree.distributed.optimizers import clip_and_step as clip_and_step
     from titan_tree.engine.tree_step import TreeStep as TreeStep
     from titan_tree.errors import UserError as UserError
-    from titan_tree.models.decoder import build_model as build_model
     from titan_tree.models.lora.adapters import adapters_off as adapters_off
     from titan_tree.models.lora.peft import load_adapter as load_adapter
     from titan_tree.models.lora.peft import save_adapter as save_adapter
     from titan_tree.models.plain import PlainModel as PlainModel
+    from titan_tree.models.pretrained import build_model as build_model
     from titan_tree.models.pretrained import load_pretrained as load_pretrained
     from titan_tree.models.pretrained import save_pretrained as save_pretrained
+    from titan_tree.run.config import load_config as load_config
     from titan_tree.run.trainer import Trainer as Trainer
     from titan_tree.scoring.score_trees import tree_logprobs as tree_logprobs
     from titan_tree.tree.batch import PathPairs as PathPairs
@@ -58,19 +58,19 @@ _MODULES = {  # public name -> the module that defines it
     "TreeGDN": "titan_tree.components.recurrence",
     "TreeKDA": "titan_tree.components.recurrence",
     "TreeSSD": "titan_tree.components.recurrence",
-    "KLPenalty": "titan_tree.components.tree_loss",
-    "RolloutCorrection": "titan_tree.components.tree_loss",
-    "TreeLoss": "titan_tree.components.tree_loss",
-    "register_loss": "titan_tree.components.tree_loss",
-    "TreePartitioner": "titan_tree.components.tree_partitioner",
+    "KLPenalty": "titan_tree.components.tree_loss.corrections",
+    "RolloutCorrection": "titan_tree.components.tree_loss.corrections",
+    "TreeLoss": "titan_tree.components.tree_loss.loss",
+    "register_loss": "titan_tree.components.tree_loss.loss",
+    "TreePartitioner": "titan_tree.components.tree_partitioner.partitioner",
     "TreeTokenizer": "titan_tree.components.tree_tokenizer",
-    "load_config": "titan_tree.config.toml",
+    "load_config": "titan_tree.run.config",
     "TreeDataset": "titan_tree.data.dataset",
     "OneRank": "titan_tree.distributed.mesh",
     "clip_and_step": "titan_tree.distributed.optimizers",
     "TreeStep": "titan_tree.engine.tree_step",
     "UserError": "titan_tree.errors",
-    "build_model": "titan_tree.models.decoder",
+    "build_model": "titan_tree.models.pretrained",
     "adapters_off": "titan_tree.models.lora.adapters",
     "load_adapter": "titan_tree.models.lora.peft",
     "save_adapter": "titan_tree.models.lora.peft",
@@ -88,13 +88,23 @@ _MODULES = {  # public name -> the module that defines it
 }
 __all__ = sorted([*_MODULES, "__version__"])
 
-_MOVED = {  # modules that the documentation of version 0.1.0 named -> their successors
+_MOVED = {  # modules of earlier versions -> their successors
+    "balance": "run.balance",
     "build": "run.build",
+    "checkpoint": "run.checkpoint",
     "components.tree_attention.backend": "components.tree_attention.operator",
     "components.tree_gdn": "components.recurrence",
-    "config.rl_tables": "config.rl",
-    "config.run_tables": "config.training",
-    "config.tables": "config",
+    "config.data": "data.settings",
+    "config.lightning": "integrations.lightning_settings",
+    "config.losses": "components.tree_loss.settings",
+    "config.model": "models.settings",
+    "config.outputs": "run.settings",
+    "config.reference": "cli.reference",
+    "config.rl": "rl.settings",
+    "config.rl_tables": "rl.settings",
+    "config.run_tables": "run.settings",
+    "config.tables": "run.config",
+    "config.training": "run.settings",
     "data.readers.rows": "data.readers.row_reader",
     "engine.gateway_cache": "engine.partitions",
     "engine.scoring": "scoring.score_trees",
@@ -106,10 +116,13 @@ _MOVED = {  # modules that the documentation of version 0.1.0 named -> their suc
     "integrations.slime": "integrations.frameworks",
     "integrations.trl": "integrations.hugging_face",
     "leaving": "run.stopping",
+    "metrics": "run.metrics",
     "model_setup": "run.model_setup",
     "models.attention": "models.block",
     "models.peft": "models.lora.peft",
     "models.registry": "models.decoder",
+    "plugins": "config.plugins",
+    "registry": "config.registry",
     "rl.server_sampler": "rl.server.server_sampler",
     "score": "scoring.score_files",
     "trainer": "run.trainer",

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from titan_tree.config.lightning import LightningRunConfig
 from titan_tree.config.toml import load_tables
+from titan_tree.integrations.lightning_settings import LightningRunConfig
 from titan_tree.train import exit_process, run_command
 
 

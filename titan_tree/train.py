@@ -17,8 +17,8 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 
-from titan_tree.config.toml import load_config
 from titan_tree.errors import AgreedError, UserError, hide
+from titan_tree.run.config import load_config
 from titan_tree.signals import Interrupted, discard
 
 

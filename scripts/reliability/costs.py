@@ -26,7 +26,7 @@ def prepare(work: Path) -> None:
 
 def trial(kind: str, draw: random.Random, work: Path, folder: Path) -> str:
     """Times steps with and without checks. Returns the cost of a check, and its share of a step."""
-    from titan_tree.config import ParallelConfig
+    from titan_tree.distributed.settings import ParallelConfig
 
     seconds: dict[int, list[float]] = {0: [], 1: []}
     for number in range(ROUNDS):

@@ -75,9 +75,9 @@ def trial(kind: str, draw: random.Random, work: Path, folder: Path) -> str:
 
 def _difference(kind: str, draw: random.Random, folder: Path, open_ports: ExitStack) -> Callable[[int], None]:
     """Writes the files of a trial. Returns a function that makes one rank differ."""
-    from titan_tree.config import Config
     from titan_tree.run import rank_facts
     from titan_tree.run import trainer as module
+    from titan_tree.run.config import Config
 
     _write(folder, folder / "data.jsonl", "2")
     _write(folder, folder / "other.jsonl", "3")

@@ -40,8 +40,8 @@ def prepare(work: Path) -> None:
 
 def write_demo_store(file: Path) -> None:
     from titan_tree.components.tree_tokenizer import TreeTokenizer
-    from titan_tree.config import DataConfig
     from titan_tree.data.sample_reader import SampleReader
+    from titan_tree.data.settings import DataConfig
     from titan_tree.data.token_store import write_store
 
     reader = SampleReader(DataConfig(files=["demo"]), TreeTokenizer.byte_level())
@@ -63,8 +63,8 @@ def read_adapter(folder: Path) -> object:
 
 
 def read_store(file: Path) -> object:
-    from titan_tree.config import DataConfig
     from titan_tree.data.sample_reader import SampleReader
+    from titan_tree.data.settings import DataConfig
     from titan_tree.data.tree_bytes import tree_to_bytes
 
     reader = SampleReader(DataConfig(files=[str(file)]))

@@ -22,12 +22,13 @@ from titan_tree.certify.checks import _check, _gradients, leaks
 from titan_tree.certify.report import text
 from titan_tree.certify.subject import opened
 from titan_tree.cli import main
-from titan_tree.config.toml import dump_config, load_any
+from titan_tree.cli.reference import load_any
+from titan_tree.config.toml import dump_config
 from titan_tree.engine.partitions import GatewayCache
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.layers import RMSNorm, Rope
-from titan_tree.registry import MODELS
+from titan_tree.models.settings import MODELS
 from titan_tree.tree.batch import TreeBatch
 
 TRUNK = list(range(1, 13))

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from titan_tree import train
-from titan_tree.checkpoint.export import export_hf
 from titan_tree.cli import main
 from titan_tree.cli.chat import Speaker
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.components.tree_tokenizer.messages import normalize_messages
 from titan_tree.data import demo
-from titan_tree.models.decoder import build_model
+from titan_tree.models.pretrained import build_model
+from titan_tree.run.checkpoint.export import export_hf
 from titan_tree.run.saved_model import SavedModel
 
 CONFIG = Path(__file__).parents[2] / "train_configs" / "demo.toml"

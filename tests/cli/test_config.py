@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from titan_tree.cli import main
-from titan_tree.config import Config
-from titan_tree.config.toml import load_config
+from titan_tree.run.config import Config, load_config
 
 ONE = {"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]}
 

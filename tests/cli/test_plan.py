@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_tree.balance.assignment import assign_freely
 from titan_tree.cli import main
 from titan_tree.cli.plan import layer_trace
 from titan_tree.cli.plan.layer_trace import Kept
 from titan_tree.cli.plan.memory import GIB
 from titan_tree.cli.plan.planner import Planner
 from titan_tree.cli.plan.timing import GPUS, Gpu, total
-from titan_tree.config.toml import load_config
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.engine.step_io import StepPreparer
 from titan_tree.run import build
+from titan_tree.run.balance.assignment import assign_freely
+from titan_tree.run.config import load_config
 from titan_tree.tree import costs as rates
 from titan_tree.tree.costs import tree_sizes
 from titan_tree.tree.token_shards import TokenShard

@@ -17,15 +17,16 @@ from tests.cli.test_plan_memory import memory_of, model_of
 from tests.support.processes import process_group, run_ranks
 from titan_tree.cli.plan.layer_trace import LayerTrace
 from titan_tree.cli.plan.memory import exchanged
+from titan_tree.components.backends import ATTENTION_BACKENDS
 from titan_tree.components.tree_attention import operator, plan
-from titan_tree.config import ParallelConfig
 from titan_tree.distributed import titan
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.distributed.sequence_parallel import AllToAllExchange, shard_sequence
+from titan_tree.distributed.settings import ParallelConfig
 from titan_tree.models.block import LayerOutput
-from titan_tree.models.decoder import Decoder, build_model
+from titan_tree.models.decoder import Decoder
+from titan_tree.models.pretrained import build_model
 from titan_tree.models.tree_model import ModelOutput
-from titan_tree.registry import ATTENTION_BACKENDS
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_shards import TokenShard

@@ -13,10 +13,12 @@ from titan_tree.cli.plan.layer_trace import LayerTrace
 from titan_tree.cli.plan.memory import GIB, Memory
 from titan_tree.cli.plan.timing import GPUS, Timing, total
 from titan_tree.cli.plan.workload import OwnerStep
-from titan_tree.components.tree_partitioner import TreePartitioner
-from titan_tree.config import Config, DataConfig, ModelConfig
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
+from titan_tree.data.settings import DataConfig
 from titan_tree.engine.step_io import StepPreparer
-from titan_tree.models.decoder import build_model
+from titan_tree.models.pretrained import build_model
+from titan_tree.models.settings import ModelConfig
+from titan_tree.run.config import Config
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = ("CUDA and NCCL",)  # of torch's allocator

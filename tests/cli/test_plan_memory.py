@@ -12,13 +12,16 @@ from titan_tree.cli.plan.layer_trace import Kept
 from titan_tree.cli.plan.memory import CONTEXT, GIB, NCCL, Memory
 from titan_tree.cli.plan.workload import OwnerStep, Run
 from titan_tree.components.tree_attention import plan
-from titan_tree.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from titan_tree.data.settings import DataConfig
 from titan_tree.distributed.optimizers import build_optimizers
 from titan_tree.distributed.parallelize import shard_sizes
+from titan_tree.distributed.settings import OPTIMIZERS, OptimizerConfig, ParallelConfig
 from titan_tree.engine.step_io import NO_COUNTS
-from titan_tree.models.decoder import build_model
-from titan_tree.registry import OPTIMIZERS
+from titan_tree.models.pretrained import build_model
+from titan_tree.models.settings import ModelConfig
+from titan_tree.run.config import Config
 from titan_tree.run.model_setup import build_parallel_model
+from titan_tree.run.settings import TrainingConfig
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.gateway import CacheRows
 from titan_tree.tree.paths import TokenPath

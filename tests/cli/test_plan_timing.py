@@ -12,7 +12,7 @@ from titan_tree.cli.plan.timing import GPUS, Gpu, Timing, bandwidth, find_gpu, t
 from titan_tree.cli.plan.workload import OwnerStep, Run
 from titan_tree.engine.step_io import NO_COUNTS
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import build_model
+from titan_tree.models.pretrained import build_model
 from titan_tree.tree import costs as rates
 
 RUN = Run(tokens=1000, keys=1000, pairs=440_000, edges=100)

@@ -11,7 +11,7 @@ import torch
 from tests.support.datasets import sample_reader
 from tests.support.oracle import hf_model, hybrid_model, path_logprobs, relative_error, tree_model
 from tests.support.partitions import RandomCuts
-from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.components.tree_loss.loss import TreeLoss
 from titan_tree.data.tree_bytes import tree_from_bytes, tree_to_bytes
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError

@@ -9,12 +9,14 @@ import torch
 from tests.components.test_tree_loss import edge_table, random_paths
 from tests.support.cases import for_each, slow_except
 from tests.support.policy_losses import LOSSES, gspo, ppo, reduced
-from titan_tree.components.tree_loss import KLPenalty, LossSpec, RolloutCorrection, TreeLoss
-from titan_tree.config import LossConfig
-from titan_tree.config.toml import load_config
+from titan_tree.components.tree_loss.corrections import KLPenalty, RolloutCorrection
+from titan_tree.components.tree_loss.loss import TreeLoss
+from titan_tree.components.tree_loss.settings import LOSSES as NAMES
+from titan_tree.components.tree_loss.settings import LossConfig
+from titan_tree.components.tree_loss.spec import LossSpec
 from titan_tree.errors import UserError
-from titan_tree.registry import LOSSES as NAMES
 from titan_tree.run.build import build_loss
+from titan_tree.run.config import load_config
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

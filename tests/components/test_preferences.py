@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from tests.support.cases import for_each, slow_except
 from tests.support.oracle import hf_model, hybrid_model, relative_error, tree_model
 from tests.support.partitions import RandomCuts
-from titan_tree.balance.splitting import may_split
-from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.components.tree_loss.loss import TreeLoss
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.config import DataConfig
 from titan_tree.data.sample_reader import SampleReader
+from titan_tree.data.settings import DataConfig
 from titan_tree.data.tree_bytes import tree_from_bytes, tree_to_bytes
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
+from titan_tree.run.balance.splitting import may_split
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

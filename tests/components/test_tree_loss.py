@@ -12,16 +12,11 @@ import torch
 from tests.support.cases import for_each
 from tests.support.oracle import once_weights
 from tests.support.partitions import RandomCuts
-from titan_tree.components.tree_loss import (
-    COUNT_ONCE,
-    KLPenalty,
-    LossSpec,
-    Reduction,
-    TreeLoss,
-    register_loss,
-)
+from titan_tree.components.tree_loss.corrections import KLPenalty
+from titan_tree.components.tree_loss.loss import TreeLoss, register_loss
+from titan_tree.components.tree_loss.settings import LOSSES, Reduction
+from titan_tree.components.tree_loss.spec import COUNT_ONCE, LossSpec
 from titan_tree.errors import UserError
-from titan_tree.registry import LOSSES
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.partition import one_pass
 from titan_tree.tree.paths import TokenPath

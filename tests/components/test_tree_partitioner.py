@@ -7,10 +7,10 @@ import time
 import numpy as np
 import pytest
 
-from titan_tree.components.tree_partitioner import TreePartitioner, redundancy_free
+from titan_tree.components.tree_partitioner import PARTITION_STRATEGIES, redundancy_free
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.components.tree_partitioner.subtree_cut import Heights
 from titan_tree.errors import UserError
-from titan_tree.registry import PARTITION_STRATEGIES
 from titan_tree.tree.partition import PartitionPlan
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.cases import for_each
 from titan_tree import errors
-from titan_tree.config import Config, LossConfig, OptimizerConfig
+from titan_tree.components.tree_loss.settings import LOSSES, LossConfig
 from titan_tree.config.checks import (
     Checked,
     boolean,
@@ -21,10 +21,11 @@ from titan_tree.config.checks import (
     required,
     setting,
 )
-from titan_tree.config.rl import RLRunConfig
-from titan_tree.config.toml import FORMER, dump_config, load_config, load_tables
+from titan_tree.config.toml import FORMER, dump_config, load_tables
+from titan_tree.distributed.settings import OptimizerConfig
 from titan_tree.errors import UserError
-from titan_tree.registry import LOSSES
+from titan_tree.rl.settings import RLRunConfig
+from titan_tree.run.config import Config, load_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "train_configs").glob("*.toml"))
 GOOD = """

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.cases import for_each
-from titan_tree.config import Config
-from titan_tree.config.toml import dump_config, load_config
+from titan_tree.config.toml import dump_config
 from titan_tree.errors import UserError
+from titan_tree.run.config import Config, load_config
 
 GOOD = 'folder = "outputs/x"\n[model]\nflavor = "debug"\n[data]\nfiles = "demo"\n'
 SECRET = "${oc.env:SECRET}"

@@ -12,9 +12,9 @@ from tests.support.cases import for_each
 from tests.support.datasets import sample_reader
 from titan_tree.cli import main
 from titan_tree.data.advantages import advantages
+from titan_tree.data.turns import ADVANTAGES
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import build_model
-from titan_tree.registry import ADVANTAGES
+from titan_tree.models.pretrained import build_model
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

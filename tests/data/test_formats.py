@@ -14,10 +14,9 @@ from tests.support.formats import Task, write_dataset, write_document, write_lin
 from tests.support.sessions import CLAUDE, CODEX, OPENHANDS, PI
 from tests.support.traces import GYM, LIGHTNING, TRACE
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.data.readers import DEFAULT_FORMAT, Source, read_records
+from titan_tree.data.readers import DEFAULT_FORMAT, READERS, Source, read_records
 from titan_tree.data.token_store import write_store
 from titan_tree.errors import UserError
-from titan_tree.registry import READERS
 from titan_tree.tree.token_tree import TokenTree
 
 BYTES = TreeTokenizer.byte_level()

@@ -9,10 +9,9 @@ import pytest
 
 from tests.support.datasets import tree_dataset
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.data.readers import find_files, read_records
+from titan_tree.data.readers import READERS, find_files, read_records
 from titan_tree.data.readers.row_reader import RowReader
 from titan_tree.errors import UserError, printable
-from titan_tree.registry import READERS
 
 
 def write(path, *records):

@@ -13,11 +13,11 @@ from tests.support.paths import random_token_lists
 from tests.support.records import EXPERTS, LAYERS, MODES, TOP_K, expected_records, npy, random_recorded_path
 from tests.support.tiny_run import read_metrics, tiny_config, train
 from titan_tree import cli
-from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.components.tree_loss.loss import TreeLoss
 from titan_tree.data.packing import merged_trees
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import build_model
+from titan_tree.models.pretrained import build_model
 from titan_tree.tree.paths import ExpertSizes, ModelLimits
 
 

@@ -9,8 +9,8 @@ from tests.support.datasets import sample_reader
 from tests.support.formats import write_lines
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.components.tree_tokenizer.tool_calls import EARLY_RESULT, NO_OBJECT
-from titan_tree.config import DataConfig
 from titan_tree.data.sample_reader import NO_LIMITS, SampleReader
+from titan_tree.data.settings import DataConfig
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import ExpertSizes, ModelLimits, TokenPath
 

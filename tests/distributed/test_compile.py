@@ -14,7 +14,7 @@ from titan_tree.distributed.compiling import keep_compiled
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.distributed.titan import TreeSelectiveAC
-from titan_tree.models.decoder import build_model
+from titan_tree.models.pretrained import build_model
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

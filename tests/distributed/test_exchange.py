@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.processes import process_group, run_ranks
-from titan_tree.components.moe import Experts, MoE
 from titan_tree.components.moe.experts import ExpertWeight
+from titan_tree.components.moe.layer import Experts, MoE
 from titan_tree.distributed.experts.exchange import Arrived, count_rows, dispatch, waits
 from titan_tree.distributed.experts.sharded_experts import ShardedExperts
 from titan_tree.distributed.titan import FullAC, TreeSelectiveAC

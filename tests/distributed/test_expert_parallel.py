@@ -21,19 +21,22 @@ from tests.support.cases import exhaustive, slow_except
 from tests.support.processes import as_rank, process_group, run_ranks
 from tests.support.same_run import EXPERTS, assert_same_run
 from tests.support.tiny_run import SMALL, read_metrics, tiny_config, train
-from titan_tree.components.moe import Experts
-from titan_tree.components.tree_loss import TreeLoss, register_loss
-from titan_tree.components.tree_partitioner import TreePartitioner
-from titan_tree.config import Config, ModelConfig, ParallelConfig, TrainingConfig
+from titan_tree.components.moe.layer import Experts
+from titan_tree.components.tree_loss.loss import TreeLoss, register_loss
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.distributed.experts.exchange import TokenHalf, _sort_copies
 from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.distributed.parallelize import parallelize
+from titan_tree.distributed.settings import ParallelConfig
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import Decoder, build_model
-from titan_tree.models.pretrained import load_pretrained, save_pretrained
+from titan_tree.models.decoder import Decoder
+from titan_tree.models.pretrained import build_model, load_pretrained, save_pretrained
+from titan_tree.models.settings import ModelConfig
+from titan_tree.run.config import Config
 from titan_tree.run.model_setup import build_parallel_model
+from titan_tree.run.settings import TrainingConfig
 from titan_tree.tree.batch import PathPairs
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

@@ -18,10 +18,10 @@ import torch.multiprocessing as mp
 import titan_tree.train
 from tests.support.processes import as_rank, run_ranks, start_ranks
 from tests.support.tiny_run import SMALL, read_metrics, tiny_config, train, write_config
-from titan_tree.checkpoint import lock
 from titan_tree.distributed import agreement, faults
 from titan_tree.distributed.experts import exchange
 from titan_tree.errors import UserError
+from titan_tree.run.checkpoint import lock
 from titan_tree.run.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ from tests.support.cases import exhaustive, slow_except
 from tests.support.processes import as_rank, run_ranks
 from tests.support.same_run import EXPERTS, assert_same_run
 from tests.support.tiny_run import SMALL, tiny_config, train
-from titan_tree.config import Config
 from titan_tree.engine import activations
+from titan_tree.run.config import Config
 
 # With three groups per step, rank 0 has two groups and rank 1 has one; with one group, rank 1 has none. The
 # trees of a rank do not fit one micro-batch of 70 tokens, so the ranks have different numbers of

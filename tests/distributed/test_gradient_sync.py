@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.support.oracle import hf_model, random_groups, tree_model
-from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.config import OptimizerConfig
+from titan_tree.components.tree_loss.loss import TreeLoss
 from titan_tree.distributed.adamw import KernelAdamW
 from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.distributed.optimizers import build_optimizers, clip_and_step
+from titan_tree.distributed.settings import OptimizerConfig
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.tree.token_tree import TokenTree
 

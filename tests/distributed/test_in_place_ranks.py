@@ -16,8 +16,8 @@ from tests.models.test_transformers import PATHS
 from tests.support.hf_families import hf_family
 from tests.support.in_place import assert_bf16_is_as_exact
 from tests.support.processes import process_group, run_ranks
-from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.components.tree_loss.loss import TreeLoss
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.models.transformers.in_place import InPlaceModel
 from titan_tree.scoring.score_trees import score_paths

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from tests.support.lightning_run import expected, fit, lightning_trainer, logged, weights_of
 from tests.support.processes import as_rank, run_ranks
 from tests.support.tiny_run import tiny_config, train, write_groups
-from titan_tree.config import Config
 from titan_tree.integrations.lightning import TreeCheckpoints
+from titan_tree.run.config import Config
 
 pytestmark = [
     pytest.mark.slow,

@@ -15,13 +15,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.support.processes import process_group, run_ranks
-from titan_tree.components.tree_loss import KLPenalty, LossSpec, RolloutCorrection, TreeLoss
-from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.components.tree_loss.corrections import KLPenalty, RolloutCorrection
+from titan_tree.components.tree_loss.loss import TreeLoss
+from titan_tree.components.tree_loss.settings import LOSSES
+from titan_tree.components.tree_loss.spec import LossSpec
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.data.advantages import advantages
+from titan_tree.data.turns import ADVANTAGES
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.tree_step import TreeStep
-from titan_tree.models.decoder import Decoder, build_model
-from titan_tree.registry import ADVANTAGES, LOSSES
+from titan_tree.models.decoder import Decoder
+from titan_tree.models.pretrained import build_model
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 

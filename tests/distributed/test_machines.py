@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tests.support.processes import TIMEOUT
 from tests.support.same_run import assert_same_run
 from tests.support.tiny_run import read_metrics, tiny_config, train
-from titan_tree.config import Config
+from titan_tree.run.config import Config
 
 pytestmark = [
     pytest.mark.slow,

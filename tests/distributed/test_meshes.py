@@ -17,15 +17,16 @@ from tests.support.cases import exhaustive, slow_except
 from tests.support.processes import as_rank, process_group, run_ranks
 from tests.support.same_run import EXPERTS, assert_same_run
 from tests.support.tiny_run import SMALL, tiny_config, train
-from titan_tree.components.moe import RouterLoss
-from titan_tree.components.tree_loss import TreeLoss, register_loss
-from titan_tree.components.tree_partitioner import TreePartitioner
-from titan_tree.config import Config
+from titan_tree.components.moe.routing import RouterLoss
+from titan_tree.components.tree_loss.loss import TreeLoss, register_loss
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import Decoder, build_model
+from titan_tree.models.decoder import Decoder
+from titan_tree.models.pretrained import build_model
+from titan_tree.run.config import Config
 from titan_tree.scoring.score_trees import tree_logprobs
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

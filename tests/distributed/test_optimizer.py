@@ -15,14 +15,13 @@ from tests.support.optimizers import draw_gradients, model_and_optimizers, plain
 from tests.support.tiny_run import read_metrics, tiny_config, train
 from titan_tree.components import adamw_kernel as adamw_8bit
 from titan_tree.components.lora import LoRA
-from titan_tree.config import OptimizerConfig
 from titan_tree.distributed import adamw, ao
 from titan_tree.distributed.adamw import AdamW, AdamW8bit
-from titan_tree.distributed.optimizers import OptimizerSpec, build_optimizers, clip_and_step, optimizer_class
+from titan_tree.distributed.optimizers import build_optimizers, clip_and_step, optimizer_class
+from titan_tree.distributed.settings import OPTIMIZERS, OptimizerConfig, OptimizerSpec
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import build_model
 from titan_tree.models.lora.adapters import add_lora
-from titan_tree.registry import OPTIMIZERS
+from titan_tree.models.pretrained import build_model
 from titan_tree.run.trainer import Trainer
 
 NAMES = ["adamw", "adamw8bit"]  # those that come with titan_tree

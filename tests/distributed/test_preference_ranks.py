@@ -9,7 +9,7 @@ import pytest
 from tests.support.processes import as_rank, run_ranks
 from tests.support.same_run import assert_same_run
 from tests.support.tiny_run import read_metrics, tiny_config, train
-from titan_tree.config import Config
+from titan_tree.run.config import Config
 
 OPTIONS: dict[str, Any] = {
     "loss__name": "dpo",

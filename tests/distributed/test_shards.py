@@ -13,13 +13,15 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.oracle import hf_model, hybrid_model
 from tests.support.processes import process_group, run_ranks
-from titan_tree.config import ModelConfig, ParallelConfig, TrainingConfig
 from titan_tree.distributed.parallelize import weight_shards
+from titan_tree.distributed.settings import ParallelConfig
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import build_model
 from titan_tree.models.hf import load, model_from_config
 from titan_tree.models.hf.snapshot_files import open_weights
+from titan_tree.models.pretrained import build_model
+from titan_tree.models.settings import ModelConfig
 from titan_tree.run.model_setup import build_parallel_model
+from titan_tree.run.settings import TrainingConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("shards")]
 

@@ -12,9 +12,10 @@ from tests.support.hf_families import hf_family
 from tests.support.processes import as_rank, run_ranks
 from tests.support.same_run import assert_same_run
 from tests.support.tiny_run import read_metrics, tiny_config, train
-from titan_tree.components.tree_loss import register_loss
-from titan_tree.config import Config, ModelConfig
+from titan_tree.components.tree_loss.loss import register_loss
 from titan_tree.models.pretrained import Implementation
+from titan_tree.models.settings import ModelConfig
+from titan_tree.run.config import Config
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("transformers")]
 

@@ -11,7 +11,7 @@ from tests.support.cases import slow_except
 from tests.support.oracle import hf_model, random_groups, tree_model
 from tests.support.partitions import RandomCuts, forest_of
 from tests.support.tiny_run import read_metrics, tiny_config, train
-from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.components.tree_loss.loss import TreeLoss
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine import activations

@@ -12,12 +12,12 @@ import torch
 from tests.support.optimizers import plain_state
 from tests.support.processes import as_rank, run_ranks
 from tests.support.tiny_run import read_metrics, tiny_config, train
-from titan_tree.components.tree_loss import TreeLoss, register_loss
-from titan_tree.components.tree_partitioner import TreePartitioner
-from titan_tree.config import Config
+from titan_tree.components.tree_loss.loss import TreeLoss, register_loss
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import build_model
+from titan_tree.models.pretrained import build_model
+from titan_tree.run.config import Config
 from titan_tree.run.trainer import Trainer
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

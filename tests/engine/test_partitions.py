@@ -21,16 +21,17 @@ from tests.support.oracle import (
 )
 from tests.support.partitions import CPU, RandomCuts, forest_of, in_partitions
 from tests.support.tiny_run import read_metrics, tiny_config, train
-from titan_tree.components.tree_loss import COUNT_ONCE, TreeLoss, register_loss
+from titan_tree.components.tree_loss.loss import TreeLoss, register_loss
 from titan_tree.components.tree_loss.sequence_ratios import gspo
-from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.components.tree_loss.spec import COUNT_ONCE
+from titan_tree.components.tree_partitioner import PARTITION_STRATEGIES
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.forward import forward_passes
 from titan_tree.engine.partitions import train_micro_batch
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.registry import PARTITION_STRATEGIES
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.partition import PartitionPlan, in_tree_order, one_pass
 from titan_tree.tree.paths import TokenPath

@@ -8,7 +8,8 @@ from tests.support.cases import exhaustive
 from tests.support.oracle import flat, hf_model, hybrid_model, random_groups, relative_error, tree_model
 from tests.support.partitions import RandomCuts
 from tests.support.policy_losses import LOSSES, reduced
-from titan_tree.components.tree_loss import KLPenalty, RolloutCorrection, TreeLoss
+from titan_tree.components.tree_loss.corrections import KLPenalty, RolloutCorrection
+from titan_tree.components.tree_loss.loss import TreeLoss
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.tree.token_tree import TokenTree
 

@@ -20,9 +20,9 @@ from tests.support.oracle import (
 )
 from tests.support.partitions import RandomCuts, in_partitions
 from tests.support.records import LAYERS, MODES, TOP_K, expected_records, with_records
-from titan_tree.components.moe import MoE
+from titan_tree.components.moe.layer import MoE
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import build_model
+from titan_tree.models.pretrained import build_model
 from titan_tree.scoring.score_trees import tree_logprobs
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

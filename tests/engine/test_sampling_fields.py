@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.support.oracle import hf_model, random_groups, tree_model
-from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.components.tree_loss.loss import TreeLoss
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.scoring.score_trees import score_trees, tree_logprobs
 from titan_tree.tree.batch import TreeBatch

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from tests.support.oracle import hf_model, tree_model
-from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.components.tree_loss.loss import TreeLoss
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.data.loader import from_bytes, to_bytes
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
@@ -20,7 +20,7 @@ from titan_tree.engine.step_io import StepInput
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.engine.warm_up import warm_up_inputs
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import build_model
+from titan_tree.models.pretrained import build_model
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 

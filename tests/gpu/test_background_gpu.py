@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from tests.support.optimizers import model_and_optimizers
-from titan_tree.checkpoint import background
-from titan_tree.checkpoint.background import BackgroundWriter
-from titan_tree.config import OptimizerConfig
 from titan_tree.distributed.optimizers import build_optimizers, clip_and_step
+from titan_tree.distributed.settings import OptimizerConfig
+from titan_tree.run.checkpoint import background
+from titan_tree.run.checkpoint.background import BackgroundWriter
 
 pytestmark = pytest.mark.gpu
 SLEEP = 2_000_000_000  # clock cycles: about a second

@@ -17,10 +17,10 @@ from torch import Tensor
 from tests.support.processes import as_rank, run_ranks
 from tests.support.same_run import EXPERTS, assert_same_run
 from tests.support.tiny_run import read_metrics, tiny_config, train
-from titan_tree.components.moe import MoE
-from titan_tree.config import Config
+from titan_tree.components.moe.layer import MoE
 from titan_tree.distributed.experts.sharded_experts import ShardedExperts
 from titan_tree.distributed.mesh import init_distributed
+from titan_tree.run.config import Config
 
 ON_CPU = os.environ.get("TITAN_TREE_EP_ON_CPU") == "1"
 pytestmark = pytest.mark.slow if ON_CPU else [pytest.mark.gpu]

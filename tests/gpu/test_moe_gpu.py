@@ -18,7 +18,8 @@ from tests.support.oracle import (
     relative_error,
     tree_model,
 )
-from titan_tree.components.moe import MoE, experts
+from titan_tree.components.moe import experts
+from titan_tree.components.moe.layer import MoE
 
 pytestmark = pytest.mark.gpu
 MODEL = {**DENSE, "device": "cuda", "max_position_embeddings": 4096, "moe_intermediate_size": 64}

@@ -8,8 +8,8 @@ import torch
 
 from tests.support.optimizers import draw_gradients, model_and_optimizers, plain_state
 from tests.support.oracle import relative_error
-from titan_tree.config import OptimizerConfig
 from titan_tree.distributed.optimizers import build_optimizers, clip_and_step
+from titan_tree.distributed.settings import OptimizerConfig
 
 pytest.importorskip("torchao", reason="needs torchao: pip install -e '.[torchao]'")
 pytestmark = pytest.mark.gpu

@@ -11,8 +11,8 @@ from tests.support.gpu import DENSE, FOREST, HOPPER, dense_noise_floor
 from tests.support.layouts import assert_exact_in_gateway_cache
 from tests.support.oracle import hf_model, in_one_pass, random_groups, relative_error, tree_model
 from tests.support.partitions import RandomCuts, forest_of, in_partitions
-from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.components.tree_loss.loss import TreeLoss
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine import activations

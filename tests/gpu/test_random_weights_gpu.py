@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titan_tree.models.decoder import build_model
+from titan_tree.models.pretrained import build_model
 from titan_tree.models.weights import ElementDraws, log
 
 pytestmark = pytest.mark.gpu

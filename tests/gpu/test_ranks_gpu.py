@@ -17,11 +17,11 @@ from tests.rl.test_ranks import OF_TWO, assert_same_run, config, train, train_ra
 from tests.support import same_run, tiny_run
 from tests.support.processes import as_rank, run_ranks
 from tests.support.rl_runs import DEMO, rows
-from titan_tree.config import Config
-from titan_tree.config.rl import RLRunConfig
-from titan_tree.config.toml import load_config, load_tables
+from titan_tree.config.toml import load_tables
 from titan_tree.rl.run import after_warm_start
+from titan_tree.rl.settings import RLRunConfig
 from titan_tree.rl.trainer import RLTrainer
+from titan_tree.run.config import Config, load_config
 
 ON_CPU = os.environ.get("TITAN_TREE_ON_CPU") == "1"
 pytestmark = (

@@ -13,7 +13,7 @@ import torch
 from tests.support.processes import as_rank, run_ranks
 from tests.support.same_run import EXPERTS, assert_same_run
 from tests.support.tiny_run import SMALL, read_metrics, tiny_config, train
-from titan_tree.config import Config
+from titan_tree.run.config import Config
 
 ON_CPU = os.environ.get("TITAN_TREE_ON_CPU") == "1"
 pytestmark = pytest.mark.slow if ON_CPU else [pytest.mark.gpu]

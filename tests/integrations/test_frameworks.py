@@ -24,7 +24,7 @@ from tests.support.framework_rows import (
     clipped,
     per_sample,
 )
-from titan_tree.components.tree_loss import TreeLoss, register_loss
+from titan_tree.components.tree_loss.loss import TreeLoss, register_loss
 from titan_tree.errors import UserError
 from titan_tree.integrations.frameworks import AReaL, PrimeRL, SkyRL, Slime
 from titan_tree.tree.batch import PathPairs

@@ -21,12 +21,12 @@ from tests.support.hf_families import hf_family
 from tests.support.lightning_run import expected, fit, lightning_trainer, logged, weights_of
 from tests.support.processes import run_ranks
 from tests.support.tiny_run import tiny_config, train, write_groups
-from titan_tree.config import Config, ModelConfig
-from titan_tree.distributed.optimizers import OptimizerSpec
+from titan_tree.distributed.settings import OPTIMIZERS, OptimizerSpec
 from titan_tree.errors import UserError
 from titan_tree.integrations.lightning import TreeCheckpoints, TreeDataModule, TreeLightningModule
-from titan_tree.registry import OPTIMIZERS
+from titan_tree.models.settings import ModelConfig
 from titan_tree.run.build import build_step_loader
+from titan_tree.run.config import Config
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("lightning")]
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tests.support.hf_families import VOCAB, hf_family
-from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.integrations.rows import RowLoss, Rows

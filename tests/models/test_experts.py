@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from titan_tree.models.decoder import build_model
+from titan_tree.models.pretrained import build_model
 
 SPARSE = {"num_hidden_layers": 4, "decoder_sparse_step": 2}  # layers 1 and 3 have experts
 

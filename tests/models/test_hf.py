@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM
 from tests.support.oracle import hf_model
 from tests.support.snapshots import assert_scores_like, edit_config, same_weights
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import build_model
 from titan_tree.models.hf import model_from_config, read_weights
 from titan_tree.models.hf import save as module
-from titan_tree.models.pretrained import load_pretrained, save_pretrained
+from titan_tree.models.pretrained import build_model, load_pretrained, save_pretrained
 from titan_tree.models.weights import whole_weights
 
 

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.snapshots import edit_config
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import build_model
-from titan_tree.models.pretrained import load_pretrained, save_pretrained
+from titan_tree.models.pretrained import build_model, load_pretrained, save_pretrained
 
 BRACKETS = "[" * 100_000
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"

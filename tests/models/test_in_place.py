@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from tests.models.test_transformers import PATHS, oracle
 from tests.support.hf_families import hf_family
-from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.components.tree_loss.loss import TreeLoss
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.transformers.in_place import InPlaceModel

@@ -17,12 +17,11 @@ from tests.support.oracle import (
     tree_model,
 )
 from tests.support.partitions import RandomCuts, assert_parallelized_equals, forest_of, in_partitions
-from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.distributed.sequence_parallel import check_heads
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import build_model
 from titan_tree.models.kimi_linear import SIZES_48B, KimiLinear, KimiLinearConfig
-from titan_tree.models.pretrained import load_pretrained, save_pretrained
+from titan_tree.models.pretrained import build_model, load_pretrained, save_pretrained
 from titan_tree.scoring.score_trees import tree_logprobs
 from titan_tree.tree.paths import TokenPath
 

@@ -17,14 +17,14 @@ from tests.support.hf_families import hf_family, hf_logprobs
 from tests.support.oracle import hf_model, hybrid_model, tree_model
 from titan_tree import adapters_off, load_adapter, load_pretrained, save_adapter, save_pretrained
 from titan_tree.components.lora import LoRA
-from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.components.tree_loss.loss import TreeLoss
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize, weight_shards
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import build_model
 from titan_tree.models.lora.adapters import adaptable, add_lora, init_lora
+from titan_tree.models.pretrained import build_model
 from titan_tree.models.transformers import TransformersModel
 from titan_tree.models.weights import whole_weights
 from titan_tree.scoring.score_trees import tree_logprobs

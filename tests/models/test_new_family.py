@@ -13,10 +13,9 @@ from tests.support.markdown import blocks
 from tests.support.oracle import assert_same, flat, in_one_pass, per_path, random_groups, tree_model
 from tests.support.page_runner import ROOT
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import build_model
 from titan_tree.models.hf import model_from_config
-from titan_tree.models.pretrained import load_pretrained, save_pretrained
-from titan_tree.registry import MODELS
+from titan_tree.models.pretrained import build_model, load_pretrained, save_pretrained
+from titan_tree.models.settings import MODELS
 
 
 @pytest.fixture

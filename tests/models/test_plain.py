@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from examples.own_model import OwnModel
 from tests.support.cases import slow_except
 from tests.support.oracle import flat, path_coefficients, random_groups, relative_error
-from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.components.tree_loss.loss import TreeLoss
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.plain import PlainModel

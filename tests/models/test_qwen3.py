@@ -20,7 +20,7 @@ from tests.support.oracle import (
     tree_model,
 )
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import build_model
+from titan_tree.models.pretrained import build_model
 from titan_tree.models.qwen3 import Qwen3
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

@@ -16,11 +16,11 @@ from tests.support.oracle import (
     tree_model,
 )
 from tests.support.partitions import RandomCuts, assert_parallelized_equals, forest_of, in_partitions
-from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.components.tree_loss.loss import TreeLoss
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import build_model
+from titan_tree.models.pretrained import build_model
 from titan_tree.models.qwen3_5 import Qwen35, Qwen35Config
 from titan_tree.tree.paths import TokenPath
 

@@ -20,15 +20,15 @@ from tests.support.oracle import (
 from tests.support.partitions import RandomCuts, forest_of, in_partitions
 from tests.support.routing import BALANCE, Z, assert_experts_of_paths, batch_of_paths
 from tests.support.snapshots import assert_scores_like, same_weights
-from titan_tree.components.moe import MoE, RouterLoss
-from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.components.moe.layer import MoE
+from titan_tree.components.moe.routing import RouterLoss
+from titan_tree.components.tree_loss.loss import TreeLoss
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import build_model
 from titan_tree.models.hf import model_from_config
 from titan_tree.models.hf.names import split_experts
-from titan_tree.models.pretrained import load_pretrained, save_pretrained
+from titan_tree.models.pretrained import build_model, load_pretrained, save_pretrained
 from titan_tree.tree.token_tree import TokenTree
 
 TOLERANCE = 2e-5  # transformers' recurrence in fp32 differs from float64 by this

@@ -19,15 +19,16 @@ from tests.support.oracle import (
 )
 from tests.support.partitions import RandomCuts, forest_of, in_partitions
 from tests.support.routing import BALANCE, Z, assert_experts_of_paths, batch_of_paths, chosen_experts
-from titan_tree.components.moe import MoE, RouterLoss, Routing
-from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.components.moe.layer import MoE
+from titan_tree.components.moe.routing import RouterLoss, Routing
+from titan_tree.components.tree_loss.loss import TreeLoss
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.partitions import train_micro_batch
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import build_model
+from titan_tree.models.pretrained import build_model
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

@@ -8,7 +8,7 @@ import torch
 
 from tests.support.cases import for_each
 from titan_tree.models import weights
-from titan_tree.models.decoder import build_model
+from titan_tree.models.pretrained import build_model
 from titan_tree.models.weights import ElementDraws, WeightShard, draw_weights
 
 MASK = 2**64 - 1

@@ -16,18 +16,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from tests.support.cases import for_each, slow_except
 from tests.support.hf_families import VOCAB, hf_family, hf_logprobs, known_config
 from titan_tree.components.lora import is_factor
-from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.components.tree_partitioner import TreePartitioner
-from titan_tree.config import LoRAConfig, ModelConfig, ParallelConfig, TrainingConfig
+from titan_tree.components.tree_loss.loss import TreeLoss
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
+from titan_tree.distributed.settings import ParallelConfig
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.pretrained import load_pretrained, save_pretrained
+from titan_tree.models.settings import LoRAConfig, ModelConfig
 from titan_tree.models.transformers import TransformersModel
 from titan_tree.models.transformers.support import REASONS, SUPPORTED, check_supported
 from titan_tree.run.model_setup import build_parallel_model
+from titan_tree.run.settings import TrainingConfig
 from titan_tree.scoring.score_trees import tree_logprobs
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

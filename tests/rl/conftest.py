@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 import titan_tree.errors
-from titan_tree.registry import ENVIRONMENTS
+from titan_tree.rl.environment import ENVIRONMENTS
 
 
 @pytest.fixture(autouse=True)

@@ -13,11 +13,11 @@ from tests.rl.test_weight_push import other_weights, pushing
 from tests.support.cases import exhaustive
 from tests.support.rollout_server import RolloutServer, rollout_server, server_process
 from titan_tree import UserError, build_model, save_pretrained
-from titan_tree.config.rl import ServerConfig
 from titan_tree.models.decoder import Decoder
 from titan_tree.rl.server import broadcast
 from titan_tree.rl.server.broadcast import sglang_workers
 from titan_tree.rl.server.client import ServerClient
+from titan_tree.rl.settings import ServerConfig
 
 FAILURES = [
     ("refuse_join", "/init_weights_update_group: refused a request with status 400: cannot join"),

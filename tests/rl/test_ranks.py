@@ -16,14 +16,14 @@ from tests.support.processes import as_rank, run_ranks
 from tests.support.rl_runs import Letters, rows, tiny, with_short_turns
 from tests.support.rollout_server import RolloutServer, rollout_server
 from titan_tree import build_model
-from titan_tree.checkpoint.checkpoints import Checkpoints
-from titan_tree.checkpoint.storage import CheckpointWriter
-from titan_tree.config.rl import RLRunConfig
-from titan_tree.registry import ENVIRONMENTS
 from titan_tree.rl.cached_sampler import CachedSampler
+from titan_tree.rl.environment import ENVIRONMENTS
 from titan_tree.rl.run import run
 from titan_tree.rl.server.protocols import VLLM
+from titan_tree.rl.settings import RLRunConfig
 from titan_tree.rl.trainer import RLTrainer
+from titan_tree.run.checkpoint.checkpoints import Checkpoints
+from titan_tree.run.checkpoint.storage import CheckpointWriter
 from titan_tree.run.optimizer_step import OptimizerStep
 from titan_tree.signals import Interrupted
 

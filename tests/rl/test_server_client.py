@@ -14,11 +14,11 @@ import pytest
 
 from tests.support.cases import for_each
 from tests.support.loopback_server import STOP, server, turn
-from titan_tree.config.rl import ServerConfig
 from titan_tree.errors import UserError
 from titan_tree.rl.sampler import in_daemon
 from titan_tree.rl.server.client import ServerClient, StoppedError
 from titan_tree.rl.server.server_sampler import ServerSampler
+from titan_tree.rl.settings import ServerConfig
 
 
 def test_closing_ends_requests_that_are_under_way() -> None:

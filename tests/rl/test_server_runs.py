@@ -24,15 +24,15 @@ from tests.support.cases import exhaustive, slow_except
 from tests.support.rl_runs import DEMO, TINY, rows, tiny
 from tests.support.rollout_server import RolloutServer, random_turn, rollout_server, server_process
 from titan_tree import TokenPath, UserError, build_model, tree_logprobs
-from titan_tree.checkpoint.changes import config_changes
 from titan_tree.components.lora import LoRA
-from titan_tree.config.rl import RLConfig
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.lora.adapters import add_lora
 from titan_tree.rl.sampler import Completion
 from titan_tree.rl.server.client import StoppedError
 from titan_tree.rl.server.server_sampler import build_server_sampler
+from titan_tree.rl.settings import RLConfig
 from titan_tree.rl.trainer import RLTrainer
+from titan_tree.run.checkpoint.changes import config_changes
 
 SLOW = pytest.mark.slow
 LETTERS = ("rl.environment=letters", "rl.branches=2")

@@ -20,15 +20,14 @@ from titan_tree import register_loss, tree_logprobs
 from titan_tree.bench.record import read_csv
 from titan_tree.bench.rl import CheckedRLTrainer
 from titan_tree.cli import main
-from titan_tree.config.rl import RLRunConfig
 from titan_tree.config.toml import dump_config, load_tables
 from titan_tree.data.packing import flat_trees, pack
 from titan_tree.errors import UserError
-from titan_tree.registry import ENVIRONMENTS
-from titan_tree.rl.environment import Desk, DeskEpisode
+from titan_tree.rl.environment import ENVIRONMENTS, Desk, DeskEpisode
 from titan_tree.rl.rollouts import Rollout
 from titan_tree.rl.run import WarmStart, run, warm_start_config
 from titan_tree.rl.sampler import Completion
+from titan_tree.rl.settings import RLRunConfig
 from titan_tree.rl.trainer import RLTrainer
 from titan_tree.tree.batch import PathPairs
 from titan_tree.tree.paths import TokenPath

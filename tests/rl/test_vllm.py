@@ -13,10 +13,10 @@ from tests.rl.test_server_runs import Recorded, check_logprobs, ran
 from tests.support import vllm_server
 from tests.support.rl_runs import DEMO, TINY, rows
 from titan_tree import UserError
-from titan_tree.config.rl import RLRunConfig, ServerConfig
 from titan_tree.config.toml import load_tables
 from titan_tree.rl.run import after_warm_start
 from titan_tree.rl.server import client
+from titan_tree.rl.settings import RLRunConfig, ServerConfig
 from titan_tree.rl.trainer import RLTrainer
 
 pytestmark = [

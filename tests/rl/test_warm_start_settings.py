@@ -8,10 +8,10 @@ import pytest
 
 import titan_tree.rl.run
 from tests.support.rl_runs import tiny
-from titan_tree.config.rl import RLRunConfig
 from titan_tree.config.toml import dump_config
 from titan_tree.errors import UserError
 from titan_tree.rl.run import after_warm_start, run, warm_start_config
+from titan_tree.rl.settings import RLRunConfig
 
 SHORT = ("warm_start.steps=2", "warm_start.interval=2", "warm_start.tasks=1", "warm_start.measured_tasks=2")
 

@@ -14,9 +14,8 @@ from tests.support.processes import as_rank, run_ranks
 from tests.support.same_run import EXPERTS, assert_same_run
 from tests.support.tiny_run import SMALL, VOCAB, read_metrics, tiny_config, train, write_groups
 from titan_tree import load_adapter, load_pretrained
-from titan_tree.config import Config
-from titan_tree.config.toml import load_config
 from titan_tree.errors import UserError
+from titan_tree.run.config import Config, load_config
 from titan_tree.scoring.score_trees import tree_logprobs
 
 LORA: dict[str, Any] = {"lora__rank": 4, "optimizer__lr": 0.01, "optimizer__eps": 1e-3}

@@ -17,10 +17,11 @@ from torch.optim.lr_scheduler import ConstantLR
 
 from tests.support.cases import for_each
 from tests.support.tiny_run import VOCAB, tiny_config, train
+from titan_tree.distributed.settings import OPTIMIZERS
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import build_model
-from titan_tree.registry import METRICS, OPTIMIZERS
+from titan_tree.models.pretrained import build_model
 from titan_tree.run import memory_check
+from titan_tree.run.metrics.step_metrics import METRICS
 from titan_tree.run.optimizer_step import OptimizerStep
 from titan_tree.scoring.score_trees import tree_logprobs
 

@@ -11,17 +11,20 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.hf_families import hf_family, hf_logprobs
 from tests.support.tiny_run import read_metrics, tiny_config, train
-from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.components.tree_partitioner import TreePartitioner
-from titan_tree.config import Config, LoRAConfig, ModelConfig, ParallelConfig, TrainingConfig
+from titan_tree.components.tree_loss.loss import TreeLoss
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.distributed import ao
 from titan_tree.distributed.mesh import OneRank
+from titan_tree.distributed.settings import ParallelConfig
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.pretrained import save_pretrained
+from titan_tree.models.settings import LoRAConfig, ModelConfig
 from titan_tree.models.tree_model import TreeModel
+from titan_tree.run.config import Config
 from titan_tree.run.model_setup import build_parallel_model
+from titan_tree.run.settings import TrainingConfig
 from titan_tree.scoring.score_trees import tree_logprobs
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

@@ -17,12 +17,12 @@ from tests.support.cases import exhaustive, slow_except
 from tests.support.processes import as_rank, run_ranks
 from tests.support.tiny_run import read_metrics, tiny_config, train, write_config
 from titan_tree import signals
-from titan_tree.checkpoint.storage import CheckpointWriter
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.engine.bad_steps import BadStepError
 from titan_tree.errors import AgreedError, UserError
-from titan_tree.metrics.builtin_loggers import CsvLogger
 from titan_tree.run import stopping, trainer
+from titan_tree.run.checkpoint.storage import CheckpointWriter
+from titan_tree.run.metrics.builtin_loggers import CsvLogger
 from titan_tree.run.optimizer_step import OptimizerStep
 from titan_tree.run.trainer import Trainer
 from titan_tree.signals import SIGNALS, Interrupted, Signals

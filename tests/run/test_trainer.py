@@ -18,15 +18,14 @@ from tests.support.cases import exhaustive
 from tests.support.datasets import tree_dataset
 from tests.support.tiny_run import SMALL, VOCAB, read_metrics, tiny_config, train, write_groups
 from titan_tree import OneRank, clip_and_step
-from titan_tree.checkpoint.storage import CheckpointWriter, read_manifest
-from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.config import ModelConfig
+from titan_tree.components.tree_loss.loss import TreeLoss
 from titan_tree.distributed.titan import FullAC, SelectiveAC, TreeSelectiveAC
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import build_model
-from titan_tree.models.pretrained import load_pretrained
+from titan_tree.models.pretrained import build_model, load_pretrained
+from titan_tree.models.settings import ModelConfig
 from titan_tree.run import build
+from titan_tree.run.checkpoint.storage import CheckpointWriter, read_manifest
 from titan_tree.run.model_setup import build_parallel_model
 from titan_tree.scoring.score_trees import tree_logprobs
 from titan_tree.tree.batch import TreeBatch

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.config import DataConfig
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.sample_reader import NO_LIMITS, SampleReader
+from titan_tree.data.settings import DataConfig
 from titan_tree.tree.paths import ModelLimits
 
 # Real rollouts beside the repository. Tests that need them are skipped if the folder is missing.

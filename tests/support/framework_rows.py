@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.support.hf_families import VOCAB, hf_family
-from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.components.tree_loss.loss import TreeLoss
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.models.transformers import TransformersModel
 from titan_tree.scoring.score_trees import score_paths

@@ -14,8 +14,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.distributed.tensor import DTensor
 
 from tests.support.tiny_run import MEASURED, read_metrics
-from titan_tree.config import Config
 from titan_tree.integrations.lightning import TreeDataModule, TreeLightningModule
+from titan_tree.run.config import Config
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 

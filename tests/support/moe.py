@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from titan_tree.components.moe import MoE
+from titan_tree.components.moe.layer import MoE
 
 
 class Shared(torch.nn.Linear):

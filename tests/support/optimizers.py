@@ -5,9 +5,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from titan_tree.config import OptimizerConfig
 from titan_tree.distributed.optimizers import Optimizers, build_optimizers
-from titan_tree.models.decoder import Decoder, build_model
+from titan_tree.distributed.settings import OptimizerConfig
+from titan_tree.models.decoder import Decoder
+from titan_tree.models.pretrained import build_model
 
 
 def model_and_optimizers(name: str, lr: float = 1e-2) -> tuple[Decoder, Optimizers]:

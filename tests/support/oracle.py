@@ -12,8 +12,8 @@ from importlib.util import find_spec
 import torch
 import transformers
 
-from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.registry import MODELS
+from titan_tree.components.tree_loss.loss import TreeLoss
+from titan_tree.models.settings import MODELS
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

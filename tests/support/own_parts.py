@@ -21,13 +21,13 @@ from titan_tree.components.tree_loss.ratios import field
 from titan_tree.components.tree_partitioner import greedy
 from titan_tree.data.readers import Place, Record, Source
 from titan_tree.data.readers.own_schema import OwnSchemaReader
-from titan_tree.data.turns import Turns
-from titan_tree.distributed.optimizers import OptimizerSpec
-from titan_tree.metrics import Logger, StepReport
+from titan_tree.data.turns import ADVANTAGES, Turns
+from titan_tree.distributed.settings import OptimizerSpec
 from titan_tree.models.decoder_config import DecoderConfig
 from titan_tree.models.qwen3_5 import Qwen35
-from titan_tree.registry import ADVANTAGES, METRICS
 from titan_tree.rl.environment import Desk, DeskEpisode
+from titan_tree.run.metrics import Logger, StepReport
+from titan_tree.run.metrics.step_metrics import METRICS
 from titan_tree.tree.partition import Partition
 from titan_tree.tree.token_tree import TokenTree
 

@@ -19,16 +19,16 @@ from typing import Any
 import pytest
 
 import titan_tree.cli
-import titan_tree.registry
+from tests.support.isolation import REGISTRIES
 from tests.support.markdown import Block, blocks
 from titan_tree.cli import bench, train
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.config import DataConfig
-from titan_tree.config.lightning import LightningRunConfig
-from titan_tree.config.rl import RLRunConfig
-from titan_tree.config.toml import load_config, load_tables
+from titan_tree.config.toml import load_tables
 from titan_tree.data.sample_reader import SampleReader
-from titan_tree.registry import Registry
+from titan_tree.data.settings import DataConfig
+from titan_tree.integrations.lightning_settings import LightningRunConfig
+from titan_tree.rl.settings import RLRunConfig
+from titan_tree.run.config import load_config
 from titan_tree.run.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,7 +89,7 @@ def _run_script(code: CodeType, namespace: dict[str, Any]) -> None:
 @contextmanager
 def _namespace() -> Iterator[dict[str, Any]]:
     """Provides the namespace of a page, and removes what the page registers."""
-    registries = [value for value in vars(titan_tree.registry).values() if isinstance(value, Registry)]
+    registries = REGISTRIES
     entries = [dict(registry._entries) for registry in registries]
     module = sys.modules["page"] = ModuleType("page")  # dataclasses look up their module
     try:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.oracle import assert_same, in_one_pass, random_groups, relative_error
-from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.components.tree_loss.loss import TreeLoss
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.partitions import train_micro_batch

@@ -78,7 +78,9 @@ def start_ranks(
 
 
 def _preload() -> None:
-    multiprocessing.set_forkserver_preload(["tests.support.tiny_run", "titan_tree.metrics.builtin_loggers"])
+    multiprocessing.set_forkserver_preload(
+        ["tests.support.tiny_run", "titan_tree.run.metrics.builtin_loggers"]
+    )
 
 
 def _stores(number: int) -> list[dist.TCPStore]:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.tiny_run import MEASURED
-from titan_tree.config.rl import RLRunConfig
 from titan_tree.config.toml import load_tables
 from titan_tree.rl.environment import DeskEpisode, Reply
 from titan_tree.rl.rollouts import Rollout
+from titan_tree.rl.settings import RLRunConfig
 from titan_tree.rl.trainer import RLTrainer
 
 DEMO = Path(__file__).parents[2] / "train_configs" / "rl_demo.toml"

@@ -32,10 +32,10 @@ from torch.distributed.distributed_c10d import (
     default_pg_timeout,
 )
 
-from titan_tree.models.decoder import Decoder, build_model
+from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf.snapshot_files import WEIGHTS
 from titan_tree.models.lora.peft import load_adapter
-from titan_tree.models.pretrained import load_pretrained
+from titan_tree.models.pretrained import build_model, load_pretrained
 from titan_tree.scoring.score_trees import tree_logprobs
 
 

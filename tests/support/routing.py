@@ -4,7 +4,7 @@ import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from tests.support.oracle import flat, path_coefficients, tree_batch
-from titan_tree.components.moe import MoE
+from titan_tree.components.moe.layer import MoE
 from titan_tree.tree.token_tree import TokenTree
 
 BALANCE, Z = 0.3, 0.05  # coefficients of the router losses

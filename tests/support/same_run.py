@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.support.tiny_run import read_metrics, train
-from titan_tree.config import Config, ParallelConfig
+from titan_tree.distributed.settings import ParallelConfig
+from titan_tree.run.config import Config
 from titan_tree.run.trainer import Trainer
 
 # A model with experts, and all losses of its routers.

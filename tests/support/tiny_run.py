@@ -8,8 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titan_tree.config import Config
-from titan_tree.config.toml import load_config
+from titan_tree.run.config import Config, load_config
 from titan_tree.run.trainer import Trainer
 
 VOCAB = 64

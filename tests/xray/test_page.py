@@ -14,8 +14,7 @@ import pytest
 
 from tests.xray.payloads import payload, tree_payload
 from titan_tree.data.advantages import ONCE
-from titan_tree.data.turns import Turns
-from titan_tree.registry import ADVANTAGES
+from titan_tree.data.turns import ADVANTAGES, Turns
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 from titan_tree.xray.page.render import write_page

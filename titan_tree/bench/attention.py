@@ -51,9 +51,9 @@ from titan_tree.bench.record import (
     time_ms,
 )
 from titan_tree.bench.trees import SHAPES, flat_sample, random_tree, sweep
+from titan_tree.components.backends import ATTENTION_BACKENDS
 from titan_tree.components.tree_attention import Scoring, TreeAttention
 from titan_tree.errors import UserError
-from titan_tree.registry import ATTENTION_BACKENDS
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
 from titan_tree.tree.token_tree import TokenTree

@@ -18,12 +18,12 @@ import random
 import numpy as np
 import torch
 
-from titan_tree.balance.assignment import Assignment, idle_share, planned_work
-from titan_tree.balance.splitting import StepBalancer
 from titan_tree.bench.partition import read_paths
 from titan_tree.bench.record import Row, add_rounds
 from titan_tree.data.packing import first_fit
-from titan_tree.models.decoder import build_model
+from titan_tree.models.pretrained import build_model
+from titan_tree.run.balance.assignment import Assignment, idle_share, planned_work
+from titan_tree.run.balance.splitting import StepBalancer
 from titan_tree.tree.costs import TreeCosts, leaf_sizes, tree_sizes
 from titan_tree.tree.token_tree import TokenTree
 

@@ -29,7 +29,7 @@ import torch.distributed.checkpoint as dcp
 
 from titan_tree.bench.record import Row, add_rounds
 from titan_tree.bench.steps import process_group
-from titan_tree.checkpoint.storage import CheckpointWriter, FileSum, read_manifest, verify
+from titan_tree.run.checkpoint.storage import CheckpointWriter, FileSum, read_manifest, verify
 
 KEYS = ("GB",)
 RATIOS = ()

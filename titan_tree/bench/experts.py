@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from titan_tree.bench.record import Contender, Row, add_rounds, device_name, run_rounds, synchronize, wall_s
 from titan_tree.bench.steps import process_group
-from titan_tree.components.moe import Experts, MoE
+from titan_tree.components.moe.layer import Experts, MoE
 from titan_tree.distributed import titan
 from titan_tree.distributed.experts.sharded_experts import ShardedExperts
 

@@ -28,15 +28,15 @@ from typing import Any
 import torch
 
 from titan_tree.bench.record import Row, add_rounds, cpu_seconds
-from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.config import DataConfig
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.loader import StepLoader
 from titan_tree.data.sample_reader import SampleReader
+from titan_tree.data.settings import DataConfig
 from titan_tree.data.token_store import write_store
 from titan_tree.engine.step_io import StepPreparer
-from titan_tree.models.decoder import build_model
+from titan_tree.models.pretrained import build_model
 
 KEYS = ("file", "source")
 RATIOS = ("workers 0", "workers 1")

@@ -19,15 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_tree.bench.record import Contender, Row, device_name, peak_memory, reset_peak_memory, run_rounds
 from titan_tree.bench.steps import optimizer_update, process_group, training_model, training_step
-from titan_tree.components.tree_partitioner import TreePartitioner
-from titan_tree.config import ModelConfig, OptimizerConfig, TrainingConfig
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.data.packing import leaf_trees, pack
 from titan_tree.distributed import titan
+from titan_tree.distributed.settings import OptimizerConfig
 from titan_tree.engine.step_io import StepInput
 from titan_tree.engine.tree_step import TreeStep
-from titan_tree.models.decoder import build_model
+from titan_tree.models.pretrained import build_model
+from titan_tree.models.settings import MODELS, ModelConfig
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.registry import MODELS
+from titan_tree.run.settings import TrainingConfig
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree, TreeStats

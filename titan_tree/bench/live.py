@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 
 from titan_tree.bench.record import Row
-from titan_tree.config.toml import load_config
 from titan_tree.distributed import titan
+from titan_tree.run.config import load_config
 from titan_tree.run.trainer import Trainer
 
 UNLOGGED = ["checkpoint.interval=0", "metrics.loggers=[]", "training.epochs=null", "training.steps=1000000"]

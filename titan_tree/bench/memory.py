@@ -44,12 +44,12 @@ from torch import Tensor
 from titan_tree.bench.record import Row, peak_memory, reset_peak_memory
 from titan_tree.bench.steps import optimizer_update, process_group, training_model, training_step
 from titan_tree.bench.trees import long_rollouts, random_tree
-from titan_tree.components.tree_partitioner import TreePartitioner
-from titan_tree.config import ModelConfig, TrainingConfig
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.engine.activations import Activations, Policy
 from titan_tree.errors import UserError
+from titan_tree.models.settings import MODELS, ModelConfig
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.registry import MODELS
+from titan_tree.run.settings import TrainingConfig
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.token_tree import TokenTree
 

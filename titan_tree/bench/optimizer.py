@@ -38,10 +38,9 @@ from titan_tree.bench.record import (
     time_ms,
     wall_s,
 )
-from titan_tree.config import OptimizerConfig
-from titan_tree.distributed.optimizers import Optimizers, OptimizerSpec, build_optimizers, clip_and_step
-from titan_tree.models.decoder import build_model
-from titan_tree.registry import OPTIMIZERS
+from titan_tree.distributed.optimizers import Optimizers, build_optimizers, clip_and_step
+from titan_tree.distributed.settings import OPTIMIZERS, OptimizerConfig, OptimizerSpec
+from titan_tree.models.pretrained import build_model
 
 MODELS = {"30B-A3B": ("qwen3_moe", 4), "8B": ("qwen3", 1), "debug": ("qwen3_moe", 2)}  # family, GPUs
 BF16 = ", bf16 gradients"  # suffix of optimizers whose gradients are not fp32

@@ -22,12 +22,12 @@ from collections.abc import Sequence
 
 from titan_tree.bench import layouts
 from titan_tree.bench.record import Row
-from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.components.tree_partitioner import PARTITION_STRATEGIES
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.config import DataConfig
 from titan_tree.data.sample_reader import SampleReader
+from titan_tree.data.settings import DataConfig
 from titan_tree.errors import UserError
-from titan_tree.registry import PARTITION_STRATEGIES
 from titan_tree.tree.partition import PlanStats
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree, reuse_ratio

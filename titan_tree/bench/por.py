@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING
 from titan_tree.bench import layouts
 from titan_tree.bench.record import Row
 from titan_tree.bench.trees import Nodes, random_paths
+from titan_tree.components.tree_partitioner import PARTITION_STRATEGIES
 from titan_tree.errors import UserError
-from titan_tree.registry import PARTITION_STRATEGIES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

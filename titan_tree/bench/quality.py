@@ -36,24 +36,17 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from titan_tree.bench.record import Row, default_device, wall_s
+from titan_tree.components.tree_loss.settings import LossConfig
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.config import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    LossConfig,
-    LRSchedulerConfig,
-    MetricsConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainingConfig,
-    ValidationConfig,
-)
+from titan_tree.data.settings import DataConfig, ValidationConfig
+from titan_tree.distributed.settings import LRSchedulerConfig, OptimizerConfig
 from titan_tree.models.decoder import Decoder
-from titan_tree.registry import ENVIRONMENTS
-from titan_tree.rl.environment import Demonstrator, Environment
+from titan_tree.models.settings import ModelConfig
+from titan_tree.rl.environment import ENVIRONMENTS, Demonstrator, Environment
 from titan_tree.rl.generate_sampler import default_sampler
 from titan_tree.rl.rollouts import Chat, play, rewards
+from titan_tree.run.config import Config
+from titan_tree.run.settings import CheckpointConfig, MetricsConfig, TrainingConfig
 from titan_tree.run.trainer import Trainer
 
 if TYPE_CHECKING:

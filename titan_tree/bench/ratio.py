@@ -24,8 +24,8 @@ from titan_tree.bench import layouts
 from titan_tree.bench.por import TREE_TRAINING
 from titan_tree.bench.record import Row
 from titan_tree.bench.trees import Nodes, random_paths
+from titan_tree.components.backends import ATTENTION_BACKENDS
 from titan_tree.components.tree_attention.operator import Scoring
-from titan_tree.registry import ATTENTION_BACKENDS
 from titan_tree.tree.layout import TreeLayout
 
 if TYPE_CHECKING:

@@ -29,13 +29,13 @@ import numpy as np
 import torch
 
 from titan_tree.bench.record import Row
-from titan_tree.config.rl import RLRunConfig
 from titan_tree.config.toml import load_tables
 from titan_tree.data.packing import leaf_trees, pack
-from titan_tree.metrics import Logger
-from titan_tree.registry import LOGGERS
 from titan_tree.rl.run import after_warm_start
+from titan_tree.rl.settings import RLRunConfig
 from titan_tree.rl.trainer import RLTrainer
+from titan_tree.run.metrics import Logger
+from titan_tree.run.metrics.loggers import LOGGERS
 from titan_tree.scoring.score_trees import score_trees, tree_logprobs
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath

@@ -26,8 +26,8 @@ from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.components.tree_tokenizer.encoders import Spans
 from titan_tree.components.tree_tokenizer.messages import normalize_messages
 from titan_tree.components.tree_tokenizer.samples import ConversationSamples
-from titan_tree.config import DataConfig
 from titan_tree.data.sample_reader import SampleReader
+from titan_tree.data.settings import DataConfig
 
 Conversation = tuple[Any, Any]  # messages and tools
 

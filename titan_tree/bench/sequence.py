@@ -30,11 +30,12 @@ from titan_tree.bench.record import (
 )
 from titan_tree.bench.steps import optimizer_update, process_group, training_step
 from titan_tree.bench.trees import SHAPES, random_tree
-from titan_tree.config import ModelConfig, ParallelConfig, TrainingConfig
 from titan_tree.distributed.collectives import all_reduce_max
+from titan_tree.distributed.settings import ParallelConfig
 from titan_tree.engine.step_io import StepInput
-from titan_tree.registry import MODELS
+from titan_tree.models.settings import MODELS, ModelConfig
 from titan_tree.run.model_setup import build_parallel_model
+from titan_tree.run.settings import TrainingConfig
 from titan_tree.tree.batch import TreeBatch
 
 KEYS = ("model", "flavor", "layers", "tokens", "activation_checkpoint", "tree", "gpus")

@@ -45,12 +45,13 @@ from titan_tree.bench.steps import (
     training_step,
 )
 from titan_tree.bench.trees import SHAPES, random_tree
+from titan_tree.components.backends import ATTENTION_BACKENDS
 from titan_tree.components.lora import LoRA
-from titan_tree.config import ModelConfig, TrainingConfig
 from titan_tree.distributed import titan
-from titan_tree.models.decoder import build_model
 from titan_tree.models.lora.adapters import add_lora
-from titan_tree.registry import ATTENTION_BACKENDS, MODELS
+from titan_tree.models.pretrained import build_model
+from titan_tree.models.settings import MODELS, ModelConfig
+from titan_tree.run.settings import TrainingConfig
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.token_tree import TokenTree
 

@@ -11,20 +11,22 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_tree.components.lora import LoRA
-from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.components.tree_partitioner import TreePartitioner
-from titan_tree.config import LoRAConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from titan_tree.components.tree_loss.loss import TreeLoss
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.distributed.mesh import init_distributed
 from titan_tree.distributed.optimizers import build_optimizers, clip_and_step
 from titan_tree.distributed.parallelize import parallelize, weight_shards
+from titan_tree.distributed.settings import OptimizerConfig, ParallelConfig
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.device_clock import DeviceClock
 from titan_tree.engine.step_io import StepInput
 from titan_tree.engine.tree_step import TreeStep
-from titan_tree.models.decoder import build_model
 from titan_tree.models.lora.adapters import init_lora
+from titan_tree.models.pretrained import build_model
+from titan_tree.models.settings import LoRAConfig, ModelConfig
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.run.model_setup import build_parallel_model
+from titan_tree.run.settings import TrainingConfig
 
 OPTIMIZER = OptimizerConfig()  # of all timed training steps
 

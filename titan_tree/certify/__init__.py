@@ -24,10 +24,10 @@ from titan_tree.certify.numbers import Numbers, score, train_step
 from titan_tree.certify.reference import OwnReference, Reference, TransformersReference, snapshot
 from titan_tree.certify.sampler import compare_sampler
 from titan_tree.certify.subject import Subject, opened
-from titan_tree.checkpoint.export import gathered_weights
-from titan_tree.config import Config
 from titan_tree.distributed.collectives import call_on_rank_0, world_size
 from titan_tree.errors import UserError
+from titan_tree.run.checkpoint.export import gathered_weights
+from titan_tree.run.config import Config
 
 
 @dataclasses.dataclass

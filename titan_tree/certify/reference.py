@@ -17,15 +17,16 @@ from torch import Tensor, nn
 
 from titan_tree.certify.numbers import Numbers, Scores, recorded
 from titan_tree.components.lora import is_transposed, merged
-from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.config import Config, ParallelConfig
+from titan_tree.components.tree_loss.loss import TreeLoss
 from titan_tree.distributed.mesh import OneRank
+from titan_tree.distributed.settings import ParallelConfig
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf.names import model_name
 from titan_tree.models.hf.snapshot_files import CONFIG, read_json
 from titan_tree.models.pretrained import import_transformers, save_pretrained
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.models.weights import CHECKPOINTED
+from titan_tree.run.config import Config
 from titan_tree.run.model_setup import build_parallel_model
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import PER_TOKEN, TokenPath

@@ -18,7 +18,7 @@ from torch import Tensor
 from titan_tree.certify.checks import Check
 from titan_tree.certify.numbers import Scores, score
 from titan_tree.certify.subject import Subject
-from titan_tree.config.rl import RLRunConfig
+from titan_tree.rl.settings import RLRunConfig
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.routed_experts import Replay
 from titan_tree.tree.token_tree import TokenTree

@@ -14,9 +14,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch.distributed as dist
 
-from titan_tree.components.tree_loss import COUNT_ONCE
-from titan_tree.config import Config, MetricsConfig, RouterLossConfig
-from titan_tree.config.rl import RLRunConfig, WarmStartConfig
+from titan_tree.components.moe.routing import RouterLoss
+from titan_tree.components.tree_loss.spec import COUNT_ONCE
 from titan_tree.data.packing import MicroBatches, pack
 from titan_tree.distributed.collectives import rank, world_size
 from titan_tree.distributed.mesh import OneRank, init_distributed
@@ -24,9 +23,12 @@ from titan_tree.distributed.parallelize import weight_shards
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.weights import draw_weights
+from titan_tree.rl.settings import RLRunConfig, WarmStartConfig
 from titan_tree.rl.trainer import RLTrainer
 from titan_tree.run.build import build_dataset, build_loss, build_reader, build_tokenizer, build_tree_step
+from titan_tree.run.config import Config
 from titan_tree.run.model_setup import build_parallel_model, snapshot_model
+from titan_tree.run.settings import MetricsConfig
 from titan_tree.tree.paths import PER_TOKEN, TokenPath
 from titan_tree.tree.token_tree import TokenTree, common_prefix
 
@@ -77,7 +79,7 @@ def opened(config: Config, max_tokens: int) -> Iterator[Subject]:
     """
     # Transformers computes neither of them.
     data = dataclasses.replace(config.data, replay="off")
-    config = dataclasses.replace(config, data=data, router_loss=RouterLossConfig())
+    config = dataclasses.replace(config, data=data, router_loss=RouterLoss())
     make = _of_rollouts(config) if isinstance(config, RLRunConfig) else _of_files(config)
     with make as subject:
         _draw_updates(subject)

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs ``titan-tree certify``. Returns 1 if a check failed, else 0."""
-    from titan_tree.config.toml import load_any
+    from titan_tree.cli.reference import load_any
 
     if args.tokens < 2:
         raise UserError(f"--tokens: expected at least 2, one for each of two paths, got {args.tokens}")

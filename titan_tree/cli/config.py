@@ -26,7 +26,7 @@ from titan_tree.cli.data_arguments import named_model
 from titan_tree.errors import UserError, printable
 
 if TYPE_CHECKING:
-    from titan_tree.config.reference import Key, Table
+    from titan_tree.cli.reference import Key, Table
 
 WIDTH = 100  # columns
 LOOK_AT = 64  # groups of the data that choose the loss
@@ -76,7 +76,7 @@ def find(names: list[str]) -> list[Table]:
     Raises:
         UserError: a name that no table and no key has.
     """
-    from titan_tree.config.reference import tables
+    from titan_tree.cli.reference import tables
 
     if not names:
         return tables()
@@ -146,8 +146,8 @@ def settings(model: str, files: list[str], name: str) -> dict[str, Any]:
     """
     import torch
 
-    from titan_tree.config import DataConfig
     from titan_tree.data.data_files import DataFiles, group_trajectories, holds_conversations
+    from titan_tree.data.settings import DataConfig
 
     named_model(model)  # raises UserError for a wrong one
     family, _, flavor = model.partition(":")
@@ -185,7 +185,7 @@ def settings(model: str, files: list[str], name: str) -> dict[str, Any]:
 
 def written(values: Mapping[str, Any], out: str) -> str:
     """Returns a TOML file with a comment above each key."""
-    from titan_tree.config.reference import tables
+    from titan_tree.cli.reference import tables
     from titan_tree.config.toml import toml_value
 
     lines = [

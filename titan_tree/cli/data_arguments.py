@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from titan_tree.data.readers import READERS
 from titan_tree.errors import UserError, missing_snapshot, printable
-from titan_tree.registry import MODELS, READERS
+from titan_tree.models.settings import MODELS
 
 if TYPE_CHECKING:  # functions import what --help does not need
-    from titan_tree.config import DataConfig
     from titan_tree.data.readers import OpenFile
+    from titan_tree.data.settings import DataConfig
     from titan_tree.models.tree_model import TreeModel
 
 FILES = 'a file, a glob pattern, or "demo" for the bundled sample'
@@ -58,7 +59,7 @@ def add_settings(parser: argparse.ArgumentParser, option: str, help: str) -> Non
 
 def data_config(args: argparse.Namespace, **settings: Any) -> DataConfig:
     """Returns the table [data] that the arguments describe. ``settings`` are further keys."""
-    from titan_tree.config import DataConfig
+    from titan_tree.data.settings import DataConfig
 
     return DataConfig(
         files=args.files,
@@ -84,8 +85,7 @@ def named_model(model: str) -> TreeModel:
     """Returns the model that --model names, a family and its size or a snapshot, without weights."""
     import torch
 
-    from titan_tree.models.decoder import build_model
-    from titan_tree.models.pretrained import model_from_config
+    from titan_tree.models.pretrained import build_model, model_from_config
 
     name, colon, flavor = model.partition(":")
     with torch.device("meta"):

@@ -28,8 +28,8 @@ def run(args: argparse.Namespace) -> None:
     """Runs ``titan-tree export``. Raises UserError if there is no such model, or if OUT exists."""
     import torch
 
-    from titan_tree.checkpoint.export import export_adapter, export_hf
     from titan_tree.run.build import build_tokenizer
+    from titan_tree.run.checkpoint.export import export_adapter, export_hf
     from titan_tree.run.saved_model import SavedModel
 
     out = Path(args.out).expanduser()

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_tree.cli.data_arguments import add_data_arguments, add_settings, data_config, progress_bar
+from titan_tree.data.turns import ADVANTAGES
 from titan_tree.errors import UserError, count, printable
-from titan_tree.registry import ADVANTAGES
 
 if TYPE_CHECKING:  # functions import what --help does not need
     from titan_tree.components.tree_tokenizer import TreeTokenizer
-    from titan_tree.config import DataConfig
     from titan_tree.data.sample_reader import SampleReader
+    from titan_tree.data.settings import DataConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -45,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int | None:
     """Runs ``titan-tree score``. Raises UserError for wrong input or an existing file."""
     # These import torch, which --help does not need.
-    from titan_tree.config.toml import load_config
     from titan_tree.data.readers import open_binary
+    from titan_tree.run.config import load_config
     from titan_tree.scoring.score_files import score_files
 
     if not (args.model or args.config):

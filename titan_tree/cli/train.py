@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from titan_tree.config import Config
+    from titan_tree.run.config import Config
 
 TRAINERS = {"native": "titan_tree.train", "lightning": "titan_tree.lightning"}
 
@@ -61,10 +61,10 @@ def start(module: str, args: argparse.Namespace) -> None:
 
 def load(module: str, path: str, overrides: Sequence[str]) -> Config:
     """Returns the configuration as ``python -m module`` loads it."""
-    from titan_tree.config import Config
-    from titan_tree.config.lightning import LightningRunConfig
-    from titan_tree.config.rl import RLRunConfig
     from titan_tree.config.toml import load_tables
+    from titan_tree.integrations.lightning_settings import LightningRunConfig
+    from titan_tree.rl.settings import RLRunConfig
+    from titan_tree.run.config import Config
 
     tables = {"titan_tree.lightning": LightningRunConfig, "titan_tree.rl": RLRunConfig}
     return load_tables(tables.get(module, Config), path, overrides)

@@ -13,7 +13,8 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
@@ -22,11 +23,9 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from titan_tree.config import Config
 from titan_tree.config.checks import MISSING, require
 from titan_tree.config.files import regular
-from titan_tree.config.lightning import LightningRunConfig
-from titan_tree.config.rl import RLRunConfig
+from titan_tree.config.plugins import import_plugins
 from titan_tree.errors import (
     UserError,
     encoding_hint,
@@ -36,12 +35,10 @@ from titan_tree.errors import (
     shorten,
     unknown_name,
 )
-from titan_tree.plugins import import_plugins
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-C = TypeVar("C", bound=Config)
 D = TypeVar("D", bound="DataclassInstance")
 Table = dict[str, Any]  # keys and values as TOML or YAML has them
 
@@ -81,35 +78,25 @@ EXPECTED = {
 }
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_tables(
+    tables: type[D], path: str | Path, overrides: Sequence[str] = (), skip: Collection[str] = ()
+) -> D:
     """Returns the configuration of a TOML file, with overrides applied.
 
     Args:
+        tables: the dataclass of the whole configuration.
         path: the TOML file, or the name of one in train_configs/, such as ``demo``.
         overrides: ``table.key=value`` arguments; leading dashes are ignored. Values follow YAML: ``3``,
             ``1e-4``, ``true``, ``null``, ``[a, b]``. ``model.overrides={}`` removes the file's overrides.
+        skip: tables of the file that are ignored.
+
     Raises:
         UserError: the file cannot be read, or it or an override contains a wrong key or value.
     """
-    return load_tables(Config, path, overrides)
-
-
-def load_any(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Returns the configuration with the tables of the command that it is for. See ``load_config``."""
-    names = {name for _, table in _read(path, overrides) for name in table}
-    if names & {"rl", "warm_start"}:
-        return load_tables(RLRunConfig, path, overrides)
-    return load_tables(LightningRunConfig if "lightning" in names else Config, path, overrides)
-
-
-def load_tables(
-    tables: type[C], path: str | Path, overrides: Sequence[str] = (), skip: Collection[str] = ()
-) -> C:
-    """Returns a configuration with other tables, except those to ``skip``. See ``load_config``."""
     schema = _Schema.of(tables)
     values: Table = {}
     sources: dict[str, str] = {}
-    for source, table in _read(path, overrides):
+    for source, table in read_tables(path, overrides):
         table = {name: value for name, value in table.items() if name not in skip}
         with errors_at(source):
             for key, value in schema.settings(table):
@@ -119,13 +106,13 @@ def load_tables(
         import_plugins(values.get("plugins") or [])
     _require_all(schema, values, path)
     try:
-        return schema.build(tables, values)  # runs the checks of every table
+        return schema.build(tables, tables, values)  # runs the checks of every table
     except UserError as error:
         key = str(error).partition(":")[0]
         raise UserError(f"{sources.get(key, path)}: {error}") from None
 
 
-def dump_config(config: Config) -> str:
+def dump_config(config: DataclassInstance) -> str:
     """Returns ``config`` as TOML that ``load_config`` reads back. Keys whose value is None are omitted."""
     lines: list[str] = []
 
@@ -155,7 +142,7 @@ def toml_value(value: object) -> str:
     return json.dumps(value)  # TOML writes strings, numbers and booleans like JSON
 
 
-def _read(path: str | Path, overrides: Sequence[str]) -> list[tuple[str, Table]]:
+def read_tables(path: str | Path, overrides: Sequence[str]) -> list[tuple[str, Table]]:
     """Returns the tables of the file and of each argument, with a name for error messages."""
     path = find_config(path)
     return [(str(path), _read_file(path)), *map(_read_argument, overrides)]
@@ -259,16 +246,18 @@ class _Schema(NamedTuple):
                 _check_value(value, key)
                 yield key, value
 
-    def build(self, declared: type[D], values: Table, name: str = "") -> D:
-        """Returns a dataclass, and those of the tables inside, with the given values of keys."""
+    def build(self, make: Callable[..., D], declared: type[D], values: Table, name: str = "") -> D:
+        """Returns ``make(**arguments)``, a dataclass ``declared``, with the given values of its keys."""
         arguments: Table = {}
         for field in dataclasses.fields(declared):
             key = f"{name}.{field.name}".lstrip(".")
             if key in self.tables:
-                arguments[field.name] = self.build(self.tables[key], values, key)
+                assert callable(field.default_factory)
+                default = partial(dataclasses.replace, field.default_factory())
+                arguments[field.name] = self.build(default, self.tables[key], values, key)
             elif key in values:
                 arguments[field.name] = _with_floats(values[key], self.types[key])
-        return declared(**arguments)
+        return make(**arguments)
 
     def explain_unknown(self, table: str, name: str) -> str:
         """Returns what is wrong with a key. Hints name the same key elsewhere, or a similar one here."""

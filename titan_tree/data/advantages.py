@@ -12,21 +12,18 @@ from __future__ import annotations
 import inspect
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from titan_tree.data.data_files import Trajectory
 from titan_tree.data.schema import record_name
-from titan_tree.data.turns import Turn, Turns
+from titan_tree.data.turns import ADVANTAGES, Turn, Turns
 from titan_tree.errors import UserError, shorten
-from titan_tree.registry import ADVANTAGES
 from titan_tree.tree.paths import TokenPath
 
 MAX_REWARD = 1e30  # advantages are float32
-
-Estimator = Callable[..., list[np.ndarray]]
 
 
 def advantages(

@@ -36,7 +36,7 @@ from titan_tree.data.token_store import STORED, TokenStore, is_store
 from titan_tree.errors import UserError, errors_at, shorten
 
 if TYPE_CHECKING:
-    from titan_tree.config import DataConfig
+    from titan_tree.data.settings import DataConfig
 
 
 FileState = tuple[int, int, int]  # size in bytes, time of the last change in nanoseconds, inode

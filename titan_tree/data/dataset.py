@@ -25,7 +25,7 @@ from titan_tree.tree.routed_experts import has_experts
 from titan_tree.tree.token_tree import TokenTree
 
 if TYPE_CHECKING:
-    from titan_tree.config import DataConfig
+    from titan_tree.data.settings import DataConfig
 
 logger = logging.getLogger(__name__)
 

@@ -37,11 +37,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from titan_tree.config.plugins import import_plugins, imported_plugins
 from titan_tree.data.dataset import TreeDataset, TreeSharing
 from titan_tree.data.packing import MicroBatches
 from titan_tree.data.tree_bytes import padding
 from titan_tree.errors import UserError
-from titan_tree.plugins import import_plugins, imported_plugins
 from titan_tree.signals import SIGNALS
 
 T = TypeVar("T")

@@ -45,7 +45,7 @@ from titan_tree.tree.routed_experts import Replay, has_experts
 from titan_tree.tree.token_tree import TokenTree
 
 if TYPE_CHECKING:
-    from titan_tree.config import DataConfig
+    from titan_tree.data.settings import DataConfig
 
 NO_LIMITS = ModelLimits()
 MANY_TOKENS = 8  # that a model samples with probability 1 only by accident

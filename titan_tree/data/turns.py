@@ -9,15 +9,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+from titan_tree.config.registry import Registry
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import lexicographic_trie
+
+# Functions (turns, **options) -> one array of advantages per path; advantages.py has them.
+Estimator = Callable[..., list[np.ndarray]]
+ADVANTAGES: Registry[Estimator] = Registry(
+    "advantage estimator",
+    {
+        name: f"titan_tree.data.advantages:{name}"
+        for name in ("group", "mean", "loo", "gigpo", "tree_rl", "tree_grpo", "spo", "tree_po")
+    },
+)
 
 
 class Turn(NamedTuple):

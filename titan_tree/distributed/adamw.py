@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 
 from titan_tree.components.adamw_kernel import BLOCK, Moment, adamw_
 from titan_tree.distributed import ao
-from titan_tree.distributed.optimizers import OptimizerSpec
+from titan_tree.distributed.settings import OptimizerSpec
 
 MIN_QUANTIZED = 4096  # numbers of a shard
 

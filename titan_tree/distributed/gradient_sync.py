@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from titan_tree.components.moe import Experts
+from titan_tree.components.moe.layer import Experts
 from titan_tree.models.tree_model import TreeModel
 
 

@@ -1,7 +1,7 @@
 """Optimizers: how each one is described, built and stepped.
 
 To add an optimizer, define an ``OptimizerSpec`` in a file of its own and add one line to the registry
-OPTIMIZERS (titan_tree/registry.py).
+OPTIMIZERS (settings.py).
 """
 
 from __future__ import annotations
@@ -11,41 +11,16 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_tree.config import LRSchedulerConfig, OptimizerConfig
 from titan_tree.distributed import titan
 from titan_tree.distributed.collectives import all_reduce_sum
+from titan_tree.distributed.settings import OPTIMIZERS, LRSchedulerConfig, OptimizerConfig
 from titan_tree.errors import UserError, shorten
-from titan_tree.registry import OPTIMIZERS
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSpec:
-    """Describes an optimizer that ``optimizer.name`` can select.
-
-    Args:
-        import_class: imports and returns the class, a subclass of ``torch.optim.Optimizer``. Raises UserError
-            if a package is missing. The class is called with a list of parameter groups, and with the keys of
-            ``optimizer.options`` as keyword arguments. Each group has ``params``, ``lr``, ``betas``, ``eps``,
-            ``weight_decay`` and further keys, which the class may ignore. Every value in its states must be a
-            tensor.
-        state_bytes: returns the bytes of the states of a shard with so many fp32 numbers. ``titan-tree plan``
-            and ``titan-tree doctor`` use it. The default is two moments in fp32, as AdamW has.
-        fused: whether its step reads ``grad_scale`` and ``found_inf``, see ``clip_and_step``.
-        reshards_any_dim: checkpoints can redistribute its states along any dimension, not just the first.
-    """
-
-    import_class: Callable[[], Callable[..., torch.optim.Optimizer]]
-    state_bytes: Callable[[int], float] = lambda numbers: 8 * numbers
-    fused: bool = False
-    reshards_any_dim: bool = True
-
 
 # Arguments of an optimizer's class that ``optimizer.options`` cannot set.
 RESERVED = (

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from titan_tree.components.tree_loss import GlobalStatistics, TreeLoss
+from titan_tree.components.tree_loss.loss import GlobalStatistics, TreeLoss
 from titan_tree.distributed.collectives import world_size
 from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.engine.forward import scored_batches

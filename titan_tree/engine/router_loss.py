@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_tree.components.moe import RouterLoss, Routing
+from titan_tree.components.moe.routing import RouterLoss, Routing
 from titan_tree.distributed.collectives import all_reduce_sum
 from titan_tree.models.tree_model import ModelOutput
 from titan_tree.tree.batch import TreeBatch

@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_tree.components.moe import Routing
-from titan_tree.components.tree_loss import COUNT_ONCE, GlobalStatistics, Reduction, normalizer
-from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.components.moe.routing import Routing
+from titan_tree.components.tree_loss.loss import GlobalStatistics, normalizer
+from titan_tree.components.tree_loss.settings import Reduction
+from titan_tree.components.tree_loss.spec import COUNT_ONCE
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.distributed.agreement import check_agreement
 from titan_tree.distributed.collectives import world_size
 from titan_tree.errors import AgreedError, UserError

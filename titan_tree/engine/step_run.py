@@ -18,8 +18,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from titan_tree.components.moe import router_metrics
-from titan_tree.components.tree_loss import GlobalStatistics, TreeLoss
+from titan_tree.components.moe.routing import router_metrics
+from titan_tree.components.tree_loss.loss import GlobalStatistics, TreeLoss
 from titan_tree.distributed.collectives import all_reduce_named, all_reduce_sum
 from titan_tree.distributed.gradient_sync import GradientSync
 from titan_tree.engine.activations import Activations

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from titan_tree.components.moe import RouterLoss
-from titan_tree.components.tree_loss import GlobalStatistics, TreeLoss
-from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.components.moe.routing import RouterLoss
+from titan_tree.components.tree_loss.loss import GlobalStatistics, TreeLoss
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.distributed.collectives import world_size
 from titan_tree.distributed.gradient_sync import GradientSync, cast_weights
 from titan_tree.engine.activations import Activations

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.engine.step_io import StepInput, StepPreparer
 from titan_tree.tree.paths import PER_TOKEN, ExpertSizes, TokenPath
 from titan_tree.tree.routed_experts import Replay

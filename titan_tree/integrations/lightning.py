@@ -9,7 +9,6 @@ configuration. No other file imports lightning.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import secrets
@@ -25,11 +24,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from titan_tree.balance.balancing import Balancing
-from titan_tree.checkpoint import Checkpoints, Progress, export_results
-from titan_tree.checkpoint.changes import check_architecture
-from titan_tree.components.moe import RouterBias
-from titan_tree.config import Config
+from titan_tree.components.moe.routing import RouterBias
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.loader import Position, refuse_in_worker
 from titan_tree.distributed.mesh import all_ranks
@@ -38,9 +33,9 @@ from titan_tree.distributed.titan import LRSchedulersContainer
 from titan_tree.engine.step_io import StepInput, all_reduce_counts
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.metrics import step_values, validation_values
 from titan_tree.models.lora.adapters import leave_out_frozen
 from titan_tree.models.tree_model import TreeModel
+from titan_tree.run.balance.balancing import Balancing
 from titan_tree.run.build import (
     build_balancing,
     build_dataset,
@@ -54,6 +49,10 @@ from titan_tree.run.build import (
     num_steps,
     warm_up,
 )
+from titan_tree.run.checkpoint import Checkpoints, Progress, export_results
+from titan_tree.run.checkpoint.changes import check_architecture
+from titan_tree.run.config import Config
+from titan_tree.run.metrics import step_values, validation_values
 from titan_tree.run.model_setup import build_parallel_model, describe_architecture
 from titan_tree.run.optimizer_step import OptimizerStep
 from titan_tree.run.rank_facts import check_ranks
@@ -322,7 +321,7 @@ class TreeCheckpoints(Checkpoint):
             lr_schedulers=lr_schedulers,
             progress=progress,
             architecture=module.architecture(),
-            run_config=dataclasses.asdict(config),
+            run_config=config,
         )
         self.checkpoints.resume()
         module.stopping = StopController(config, module.model, self.checkpoints, progress, module.num_steps)

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_tree.config import Config
-from titan_tree.config.lightning import LightningRunConfig
+from titan_tree.config.registry import Registry
 from titan_tree.distributed.collectives import rank
 from titan_tree.distributed.faults import failures_named
 from titan_tree.distributed.launch import Launch
@@ -26,7 +25,8 @@ from titan_tree.integrations.lightning import (
     TreeDataModule,
     TreeLightningModule,
 )
-from titan_tree.registry import Registry
+from titan_tree.integrations.lightning_settings import LightningRunConfig
+from titan_tree.run.config import Config
 from titan_tree.run.folder import RunFolder
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_tree.components.tree_loss import GlobalStatistics, LossSpec, TreeLoss
+from titan_tree.components.tree_loss.loss import GlobalStatistics, TreeLoss
+from titan_tree.components.tree_loss.spec import LossSpec
 from titan_tree.errors import UserError
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath

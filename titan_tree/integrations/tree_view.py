@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from transformers import PreTrainedModel
 
 from titan_tree.components.edge_statistics import Statistic
-from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.engine.forward import forward_passes, join_outputs
 from titan_tree.engine.partitions import train_micro_batch
 from titan_tree.errors import UserError

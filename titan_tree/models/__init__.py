@@ -6,7 +6,7 @@ block                       one layer: a mixer, and an MLP or a mixture of exper
 gated_delta_net             the other kind of mixer
 layers                      norms, linears, the MLP and rotary embedding
 weights                     shards of parameters, and random initial weights
-qwen3, ...                  one file per family, listed in titan_tree/registry.py
+qwen3, ...                  one file per family, listed in settings.py
 pretrained, hf              load and save snapshots
 transformers                models that run as transformers implements them
 lora                        adapters

@@ -19,7 +19,8 @@ from typing import ClassVar, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from titan_tree.components.moe import MoE, Routing
+from titan_tree.components.moe.layer import MoE
+from titan_tree.components.moe.routing import Routing
 from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.models.decoder_config import DecoderConfig
 from titan_tree.models.layers import MLP, Linear, RMSNorm, Rope

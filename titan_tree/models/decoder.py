@@ -5,26 +5,25 @@ N tokens, L layers with experts, k experts of a token.
 
 from __future__ import annotations
 
-import dataclasses
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_tree.components.lora import is_factor
-from titan_tree.components.moe import ExpertInfo, MoE, Routing
+from titan_tree.components.moe.layer import ExpertInfo, MoE
+from titan_tree.components.moe.routing import Routing
 from titan_tree.components.recurrence import TreeGDN, TreeRecurrence
-from titan_tree.errors import UserError, unknown_name
+from titan_tree.errors import UserError
 from titan_tree.models.block import Block
 from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
 from titan_tree.models.layers import Linear, RMSNorm, Rope
 from titan_tree.models.tree_model import LayersOutput, TreeModel, matrix_flops
 from titan_tree.models.weights import ElementDraws, WeightShards, draw_weights, whole_weights
-from titan_tree.registry import MODELS
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
 
@@ -118,8 +117,8 @@ class Decoder(TreeModel):
 
     @property
     def family(self) -> str:
-        """The registered name of the model's class, or of its first base class that is registered."""
-        return next(name for base in type(self).__mro__ if (name := MODELS.name_of(base)))
+        """The first model_type of the class, or its name."""
+        return next(iter(self.hf_architectures), type(self).__name__)
 
     @property
     def last_norm(self) -> nn.Module:
@@ -181,30 +180,3 @@ class Decoder(TreeModel):
         Matrices are drawn from N(0, 0.02^2). Weights of norms are 1.
         """
         return draws.constant(1.0) if self.get_parameter(name).ndim == 1 else draws.normal(INIT_STD)
-
-
-def build_model(
-    name: str, flavor: str, attention: str = "auto", recurrence: str = "auto", **overrides: Any
-) -> Decoder:
-    """Builds a model with fresh weights on the default device, which may be "meta".
-
-    Args:
-        name: a family, a key of ``titan_tree.registry.MODELS``.
-        flavor: a published size of that family, or "debug".
-        attention: backend of ``TreeAttention``.
-        recurrence: backend of ``TreeGDN``.
-        overrides: fields of the model's config that differ from the flavor's.
-    Raises:
-        UserError: an unknown name, flavor, backend or field, or a value that the config refuses.
-    """
-    model_class = MODELS[name]
-    if flavor not in model_class.flavors:
-        raise unknown_name(f"flavor of {name}", flavor, model_class.flavors)
-    config = model_class.flavors[flavor]
-    fields = [field.name for field in dataclasses.fields(config)]
-    for field in overrides:
-        if field not in fields:
-            raise unknown_name(f"field of {name}'s config", field, fields)
-    model = model_class(dataclasses.replace(config, **overrides), attention, recurrence)
-    model.init_weights()
-    return model

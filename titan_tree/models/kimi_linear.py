@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_tree.components.moe import BIAS, MoE
+from titan_tree.components.moe.layer import BIAS, MoE
 from titan_tree.components.recurrence import TreeKDA, TreeRecurrence, prepare_conv, tree_causal_conv1d
 from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.config.checks import (

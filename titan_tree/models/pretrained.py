@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from titan_tree.errors import UserError, warnings_hidden
+from titan_tree.errors import UserError, unknown_name, warnings_hidden
 from titan_tree.models import hf
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf.save import MAX_SHARD_BYTES, all_or_nothing, copied_files
 from titan_tree.models.hf.snapshot_files import CONFIG, read_json
 from titan_tree.models.lora.adapters import merge
+from titan_tree.models.settings import MODELS
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.models.weights import WeightShards, whole_weights
-from titan_tree.registry import MODELS
 
 Implementation = Literal["auto", "native", "transformers"]
 
@@ -196,3 +197,30 @@ def import_transformers() -> ModuleType:
             f"{sys.executable} -m pip install -e '.[transformers]'"
         ) from None
     return snapshot
+
+
+def build_model(
+    name: str, flavor: str, attention: str = "auto", recurrence: str = "auto", **overrides: Any
+) -> Decoder:
+    """Builds a model with fresh weights on the default device, which may be "meta".
+
+    Args:
+        name: a family, a key of ``titan_tree.models.settings.MODELS``.
+        flavor: a published size of that family, or "debug".
+        attention: backend of ``TreeAttention``.
+        recurrence: backend of ``TreeGDN``.
+        overrides: fields of the model's config that differ from the flavor's.
+    Raises:
+        UserError: an unknown name, flavor, backend or field, or a value that the config refuses.
+    """
+    model_class = MODELS[name]
+    if flavor not in model_class.flavors:
+        raise unknown_name(f"flavor of {name}", flavor, model_class.flavors)
+    config = model_class.flavors[flavor]
+    fields = [field.name for field in dataclasses.fields(config)]
+    for field in overrides:
+        if field not in fields:
+            raise unknown_name(f"field of {name}'s config", field, fields)
+    model = model_class(dataclasses.replace(config, **overrides), attention, recurrence)
+    model.init_weights()
+    return model

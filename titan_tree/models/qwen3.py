@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from titan_tree.components.moe import MoE
+from titan_tree.components.moe.layer import MoE
 from titan_tree.config.checks import boolean, list_of, natural_int, positive_int, required, setting
 from titan_tree.errors import UserError
 from titan_tree.models.block import Attention, Block

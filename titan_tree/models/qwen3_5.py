@@ -18,7 +18,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from titan_tree.components.moe import MoE
+from titan_tree.components.moe.layer import MoE
 from titan_tree.components.recurrence import prepare_conv
 from titan_tree.config.checks import positive_int, positive_number, required, setting
 from titan_tree.errors import UserError

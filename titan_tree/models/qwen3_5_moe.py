@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from titan_tree.components.moe import MoE
+from titan_tree.components.moe.layer import MoE
 from titan_tree.config.checks import positive_int, required
 from titan_tree.models.decoder_config import ConfigJson, flavor_table
 from titan_tree.models.layers import MLP

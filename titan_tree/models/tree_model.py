@@ -21,7 +21,8 @@ from torch.distributed import ProcessGroup
 from titan_tree.components.edge_statistics import Statistic, edge_statistics
 from titan_tree.components.logprobs import edge_logprobs
 from titan_tree.components.lora import LoRA
-from titan_tree.components.moe import ExpertInfo, Routing
+from titan_tree.components.moe.layer import ExpertInfo
+from titan_tree.components.moe.routing import Routing
 from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.errors import UserError
 from titan_tree.models.layers import at_least_fp32
@@ -209,7 +210,7 @@ class TreeModel(nn.Module, ABC):
         rows = _gateways(self, batch, gateway, embedding)
         out = self.run_layers(batch, self.prepare(batch.layout), rows, embedding)
         hidden = out.hidden[batch.edge_source]
-        routing = Routing.stack(out.routings) if out.routings else None
+        routing = Routing(*map(torch.stack, zip(*out.routings, strict=True))) if out.routings else None
         experts = tuple(out.routed_experts)
         if not out.exports:
             scores = self.score_edges(hidden, head, batch, entropy, statistics)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from titan_tree.config.rl import RLRunConfig
 from titan_tree.config.toml import load_tables
+from titan_tree.rl.settings import RLRunConfig
 from titan_tree.train import exit_process, run_command
 
 

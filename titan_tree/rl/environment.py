@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from titan_tree.config.registry import Registry
 from titan_tree.data.demo import ITEMS
 
 Message = dict[str, Any]  # a message of a chat API, with the keys role, content, ...
@@ -123,3 +124,11 @@ class Desk:
         """Returns four conversations on one task."""
         episode = DeskEpisode(draw)
         return [episode.demonstration(draw) for _ in range(4)]
+
+
+# Classes, or functions without arguments, that make the environments of reinforcement learning.
+ENVIRONMENTS: Registry[Callable[[], Environment]] = Registry(
+    "environment",
+    {"desk": "titan_tree.rl.environment:Desk", "search": "titan_tree.rl.search:Search"},
+    interface=("episode",),
+)

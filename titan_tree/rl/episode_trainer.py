@@ -16,20 +16,19 @@ from functools import partial
 from itertools import chain, count
 from typing import Any, TypeVar
 
-from titan_tree.balance.sharing import BalancedSharing
-from titan_tree.components.tree_loss import COUNT_ONCE
-from titan_tree.config.rl import RLRunConfig
+from titan_tree.components.tree_loss.spec import COUNT_ONCE
 from titan_tree.data.packing import BASELINES, MicroBatches, pack
 from titan_tree.distributed.collectives import call_on_all_ranks
 from titan_tree.distributed.faults import start_timeout
 from titan_tree.engine.step_io import StepInput
 from titan_tree.errors import UserError
-from titan_tree.registry import ENVIRONMENTS
-from titan_tree.rl.environment import Environment
+from titan_tree.rl.environment import ENVIRONMENTS, Environment
 from titan_tree.rl.generate_sampler import default_sampler
 from titan_tree.rl.rollouts import Chat, Rollout, play
 from titan_tree.rl.sampler import Sampler
+from titan_tree.rl.settings import RLRunConfig
 from titan_tree.rl.truncation import Truncation
+from titan_tree.run.balance.sharing import BalancedSharing
 from titan_tree.run.build import DEFAULT_STEPS
 from titan_tree.run.stopping import SynchronizedInput
 from titan_tree.run.trainer import Trainer

@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.config.rl import RLRunConfig
+from titan_tree.components.tree_loss.loss import TreeLoss
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.hf.snapshot_files import fingerprint, fingerprint_files
 from titan_tree.models.lora.adapters import adapters_off
 from titan_tree.models.lora.peft import ADAPTER
 from titan_tree.models.tree_model import TreeModel
+from titan_tree.rl.settings import RLRunConfig
 from titan_tree.run.model_setup import (
     build_model_without_weights,
     build_parallel_model,

@@ -11,20 +11,22 @@ from pathlib import Path
 
 import torch
 
-from titan_tree.checkpoint.changes import DECISIVE, config_changes
-from titan_tree.config import LoRAConfig, LossConfig, LRSchedulerConfig
-from titan_tree.config.rl import RLConfig, RLRunConfig, WarmStartConfig
+from titan_tree.components.tree_loss.settings import LossConfig
 from titan_tree.config.toml import load_tables
 from titan_tree.distributed.collectives import call_and_gather, call_on_all_ranks
 from titan_tree.distributed.gradient_sync import unsharded
+from titan_tree.distributed.settings import LRSchedulerConfig
 from titan_tree.errors import UserError
 from titan_tree.models.lora.adapters import add_lora
+from titan_tree.models.settings import LoRAConfig
 from titan_tree.rl.environment import Demonstrator
 from titan_tree.rl.episode_trainer import EpisodeTrainer
 from titan_tree.rl.rollouts import rewards
 from titan_tree.rl.sampler import Sampler
+from titan_tree.rl.settings import RLConfig, RLRunConfig, WarmStartConfig
 from titan_tree.rl.trainer import RLTrainer, check_model, check_settings
 from titan_tree.run.build import build_router_bias
+from titan_tree.run.checkpoint.changes import DECISIVE, config_changes
 from titan_tree.run.model_setup import build_lora, build_model_without_weights, snapshot_model
 from titan_tree.tree.paths import TokenPath
 
@@ -173,9 +175,7 @@ def after_warm_start(config: RLRunConfig, sampler: Sampler | None = None) -> RLR
         trainer.close()
     # Older versions wrote keys of reinforcement learning, too.
     earlier = warm_start_config(load_tables(RLRunConfig, folder / "config.toml"))
-    decisive, other = config_changes(
-        dataclasses.asdict(earlier), dataclasses.asdict(warm), (*DECISIVE, *RANDOM_WEIGHTS)
-    )
+    decisive, other = config_changes(dataclasses.asdict(earlier), warm, (*DECISIVE, *RANDOM_WEIGHTS))
     if decisive:
         raise UserError(
             f"{folder}: its warm start had other settings: {', '.join(decisive)}; restore them, or choose "

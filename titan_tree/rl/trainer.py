@@ -18,8 +18,6 @@ from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
-from titan_tree.config import check_warmup
-from titan_tree.config.rl import RLRunConfig
 from titan_tree.data.advantages import WITHOUT_BRANCHES, check_options
 from titan_tree.distributed.collectives import call_and_gather, call_on_all_ranks
 from titan_tree.distributed.gradient_sync import unsharded
@@ -29,8 +27,10 @@ from titan_tree.rl.episode_trainer import EpisodeTrainer, InterruptedSampling
 from titan_tree.rl.reference_policy import Reference, check_reference, check_vocabulary
 from titan_tree.rl.rollouts import Rollout, branches, rewards, token_paths
 from titan_tree.rl.sampler import RemoteSampler, Sampler, in_daemon
+from titan_tree.rl.settings import RLRunConfig
 from titan_tree.rl.truncation import Truncation
 from titan_tree.run.build import DEFAULT_STEPS, build_loss
+from titan_tree.run.config import check_warmup
 from titan_tree.scoring.score_trees import set_logprobs
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_tree.config.rl import RLConfig
 from titan_tree.rl.sampler import UNIT
+from titan_tree.rl.settings import RLConfig
 
 
 class Truncation(NamedTuple):

@@ -12,24 +12,17 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_tree.balance.balancing import Balancing
-from titan_tree.components.moe import RouterBias, RouterLoss
-from titan_tree.components.tree_loss import COUNT_ONCE, KLPenalty, RolloutCorrection, TreeLoss
-from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.components.moe.routing import RouterBias
+from titan_tree.components.tree_loss.loss import TreeLoss
+from titan_tree.components.tree_loss.settings import LossConfig
+from titan_tree.components.tree_loss.spec import COUNT_ONCE
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.config import (
-    Config,
-    DataConfig,
-    LossConfig,
-    PartitionConfig,
-    ProfilerConfig,
-    RouterBiasConfig,
-    check_warmup,
-)
 from titan_tree.data.data_files import DataSizes
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.loader import PREFETCH, StepLoader
 from titan_tree.data.sample_reader import SampleReader
+from titan_tree.data.settings import DataConfig, PartitionConfig
 from titan_tree.distributed import titan
 from titan_tree.distributed.collectives import all_reduce_max
 from titan_tree.distributed.faults import start_timeout
@@ -39,6 +32,9 @@ from titan_tree.engine.step_io import StepInput
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.tree_model import TreeModel
+from titan_tree.run.balance.balancing import Balancing
+from titan_tree.run.config import Config, check_warmup
+from titan_tree.run.settings import ProfilerConfig
 from titan_tree.tree.paths import ModelLimits
 
 DEFAULT_STEPS = 1000  # steps of a run that sets neither training.steps nor training.epochs
@@ -47,7 +43,7 @@ WARM_UP_TOKENS = 16_384  # enough for the compiler to choose kernels for large b
 
 def build_tree_step(config: Config, model: TreeModel, loss: TreeLoss, device: torch.device) -> TreeStep:
     """Returns the TreeStep of the configuration, which partitions trees that are too large."""
-    partition, router = config.partition, config.router_loss
+    partition = config.partition
     partitioner = None
     if partition.strategy != "none":
         partitioner = TreePartitioner(partition.strategy, config.data.max_tokens, partition.max_chain_tokens)
@@ -59,7 +55,7 @@ def build_tree_step(config: Config, model: TreeModel, loss: TreeLoss, device: to
         activations=build_activations(partition, device),
         reduce_gradients=config.parallel.reduce_gradients,
         reshard_after_forward=config.parallel.reshard_after_forward,
-        router_loss=RouterLoss(**vars(router)),
+        router_loss=config.router_loss,
     )
 
 
@@ -72,19 +68,18 @@ def build_activations(config: PartitionConfig, device: torch.device) -> Activati
 
 
 def build_loss(config: LossConfig) -> TreeLoss:
-    kl, correction = config.kl, config.correction
     return TreeLoss(
         config.name,
         config.reduction,
         config.entropy,
-        kl=KLPenalty(**vars(kl)) if kl.coefficient else None,
-        correction=RolloutCorrection(**vars(correction)) if correction.level != "off" else None,
+        kl=config.kl if config.kl.coefficient else None,
+        correction=config.correction if config.correction.level != "off" else None,
         whiten=config.whiten,
         **config.options,
     )
 
 
-def build_router_bias(config: RouterBiasConfig, model: TreeModel) -> RouterBias | None:
+def build_router_bias(config: RouterBias, model: TreeModel) -> RouterBias | None:
     """Returns the RouterBias that updates router biases, and adds biases to layers without them.
 
     Returns None if no rate is configured; biases of the model then stay unchanged.
@@ -97,7 +92,7 @@ def build_router_bias(config: RouterBiasConfig, model: TreeModel) -> RouterBias 
             "remove the key"
         )
     model.experts.add_router_biases()
-    return RouterBias(**vars(config))
+    return config
 
 
 def build_reader(config: DataConfig, tokenizer: TreeTokenizer | None, model: TreeModel) -> SampleReader:

@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_tree.checkpoint import FolderLock, set_aside
-from titan_tree.config import Config
 from titan_tree.config.files import regular
 from titan_tree.config.toml import dump_config
 from titan_tree.data.data_files import DataSizes
 from titan_tree.engine.step_io import StepCounts
 from titan_tree.errors import UserError, count
-from titan_tree.metrics import Loggers
 from titan_tree.models.tree_model import TreeModel
+from titan_tree.run.checkpoint import FolderLock, set_aside
+from titan_tree.run.config import Config
+from titan_tree.run.metrics import Loggers
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class RunFolder:
                 file.write_text(text)
             if step == 0 and (earlier := set_aside(self.path / "metrics.csv", "earlier")):
                 logger.info("metrics of an earlier run: moved to %s", earlier)
-            return Loggers(self.config.metrics, self.path, step, num_steps)
+            return Loggers(self.config.metrics.loggers, self.path, step, num_steps)
         except OSError as error:
             raise UserError(
                 f"{self.path}: the configuration or the metrics cannot be written: {error}; if the disk is "

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_tree.config import Config
+from titan_tree.distributed.settings import OPTIMIZERS
 from titan_tree.errors import AgreedError
 from titan_tree.models.lora.adapters import add_lora
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.registry import OPTIMIZERS
+from titan_tree.run.config import Config
 from titan_tree.run.model_setup import build_lora, build_model_without_weights
 
 GIB = 2**30

@@ -11,25 +11,21 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_tree.components.lora import LoRA
-from titan_tree.config import (
-    Config,
-    LoRAConfig,
-    ModelConfig,
-    ParallelConfig,
-    TrainingConfig,
-)
 from titan_tree.distributed import ao
 from titan_tree.distributed.collectives import call_on_all_ranks_keep_rank0
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize, weight_shards
+from titan_tree.distributed.settings import OPTIMIZERS, ParallelConfig
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import Decoder, build_model
+from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf.snapshot_files import fingerprint
 from titan_tree.models.lora.adapters import init_lora
 from titan_tree.models.lora.peft import fill_lora, read_adapter
-from titan_tree.models.pretrained import load_weights, model_from_config
+from titan_tree.models.pretrained import build_model, load_weights, model_from_config
+from titan_tree.models.settings import LoRAConfig, ModelConfig
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.registry import OPTIMIZERS
+from titan_tree.run.config import Config
+from titan_tree.run.settings import TrainingConfig
 
 
 def build_parallel_model(

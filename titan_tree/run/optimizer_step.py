@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from titan_tree.balance.balancing import Balancing
-from titan_tree.components.moe import RouterBias
+from titan_tree.components.moe.routing import RouterBias
 from titan_tree.distributed.collectives import rank, world_size
 from titan_tree.distributed.optimizers import clip_and_step
 from titan_tree.engine.bad_steps import BadStepError
@@ -28,7 +27,8 @@ from titan_tree.engine.exchange_timer import ExchangeTimer
 from titan_tree.engine.step_io import GlobalSizes, StepInput, StepResult
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import AgreedError, count
-from titan_tree.metrics import StepReport, logprob_gaps
+from titan_tree.run.balance.balancing import Balancing
+from titan_tree.run.metrics import StepReport, logprob_gaps
 
 logger = logging.getLogger(__name__)
 

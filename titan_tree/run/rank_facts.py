@@ -9,14 +9,14 @@ from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
-from titan_tree.checkpoint.changes import flat, matches
-from titan_tree.config import Config
+from titan_tree.config.plugins import imported_plugins
 from titan_tree.data.readers import DEMO, find_files
 from titan_tree.distributed.agreement import check_agreement
 from titan_tree.distributed.collectives import call_on_all_ranks, world_size
 from titan_tree.errors import UserError
 from titan_tree.models.hf.snapshot_files import fingerprint_files
-from titan_tree.plugins import imported_plugins
+from titan_tree.run.checkpoint.changes import flat, matches
+from titan_tree.run.config import Config
 
 # These keys hold paths, which may differ between machines. Their files must be equal.
 PATHS = (

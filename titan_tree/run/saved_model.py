@@ -9,17 +9,17 @@ from pathlib import Path
 
 import torch
 
-from titan_tree.checkpoint.checkpoints import load_model
-from titan_tree.checkpoint.storage import CHECKPOINT
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.config import Config
-from titan_tree.config.toml import load_any
+from titan_tree.config.toml import COMMANDS, load_tables
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.errors import UserError
 from titan_tree.models.hf.snapshot_files import ADAPTER_CONFIG, CONFIG
 from titan_tree.models.pretrained import load_pretrained
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.run.build import build_tokenizer
+from titan_tree.run.checkpoint.checkpoints import load_model
+from titan_tree.run.checkpoint.storage import CHECKPOINT
+from titan_tree.run.config import Config
 from titan_tree.run.model_setup import build_parallel_model
 
 
@@ -60,7 +60,7 @@ class SavedModel:
                 f"{path}: expected the folder of a run (config.toml), a checkpoint inside of one "
                 f"(checkpoints/step-N) or a snapshot ({CONFIG}), got {found}"
             )
-        config = load_any(run / "config.toml")
+        config = load_tables(Config, run / "config.toml", skip=COMMANDS)
         if run != folder:
             return cls(checkpoint=folder, config=config)
         steps = [

@@ -23,13 +23,13 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch import nn
 
-from titan_tree.checkpoint import Checkpoints, Progress
-from titan_tree.config import Config
 from titan_tree.distributed.agreement import check_weights
 from titan_tree.distributed.collectives import rank, world_size
 from titan_tree.distributed.faults import failures_named, set_timeout, start_timeout
 from titan_tree.engine.step_io import GlobalSizes, StepInput, all_reduce_counts
 from titan_tree.errors import AgreedError, LostRankError, UserError
+from titan_tree.run.checkpoint import Checkpoints, Progress
+from titan_tree.run.config import Config
 from titan_tree.signals import Interrupted, Signals
 
 logger = logging.getLogger(__name__)

@@ -21,11 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_tree.balance.balancing import Balancing
-from titan_tree.checkpoint import Checkpoints, Progress, export_results
-from titan_tree.components.moe import RouterBias
+from titan_tree.components.moe.routing import RouterBias
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.config import Config
 from titan_tree.data.data_files import DataSizes
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.loader import refuse_in_worker
@@ -44,9 +41,8 @@ from titan_tree.distributed.optimizers import (
 from titan_tree.engine.step_io import NO_COUNTS, StepCounts, StepInput
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import AgreedError, UserError, count
-from titan_tree.metrics import Loggers, step_values, validation_values
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.registry import LOGGERS
+from titan_tree.run.balance.balancing import Balancing
 from titan_tree.run.build import (
     build_balancing,
     build_dataset,
@@ -61,8 +57,12 @@ from titan_tree.run.build import (
     num_steps,
     warm_up,
 )
+from titan_tree.run.checkpoint import Checkpoints, Progress, export_results
+from titan_tree.run.config import Config
 from titan_tree.run.folder import RunFolder, describe_data, introduction, summary
 from titan_tree.run.memory_check import check_memory
+from titan_tree.run.metrics import Loggers, step_values, validation_values
+from titan_tree.run.metrics.loggers import LOGGERS
 from titan_tree.run.model_setup import build_parallel_model, describe_architecture
 from titan_tree.run.optimizer_step import OptimizerStep
 from titan_tree.run.rank_facts import check_ranks
@@ -164,7 +164,7 @@ class Trainer:
             lr_schedulers=self.lr_schedulers,
             progress=self.progress,
             architecture=describe_architecture(config, self.model, self.mesh),
-            run_config=dataclasses.asdict(config),
+            run_config=config,
         )
         self.checkpoints.resume()
         self.stopping = StopController(config, self.model, self.checkpoints, self.progress, self.num_steps)

@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_tree.checkpoint import FolderLock
-from titan_tree.components.tree_partitioner import TreePartitioner
-from titan_tree.config import Config
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.data.data_files import Group
 from titan_tree.data.readers import OpenFile, open_binary
 from titan_tree.data.sample_reader import SampleReader
@@ -27,6 +25,8 @@ from titan_tree.errors import UserError
 from titan_tree.models.hf.snapshot_files import fingerprint
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.run.build import build_reader, build_tokenizer
+from titan_tree.run.checkpoint import FolderLock
+from titan_tree.run.config import Config
 from titan_tree.run.model_setup import build_parallel_model
 from titan_tree.run.rank_facts import check_ranks
 from titan_tree.scoring.resumable_file import ResumableFile

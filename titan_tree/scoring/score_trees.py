@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.data.packing import first_fit
 from titan_tree.distributed.collectives import call_on_all_ranks, world_group, world_size
 from titan_tree.distributed.gradient_sync import GradientSync, cast_weights, reshard

@@ -269,7 +269,7 @@ class Xray:
         """Sets the rank of each tree, for each number of ranks."""
         if not self._ranks:
             return
-        from titan_tree.balance.assignment import assign_freely  # these import torch
+        from titan_tree.run.balance.assignment import assign_freely  # these import torch
         from titan_tree.tree.costs import QWEN3_1_7B
 
         sizes = np.stack(self._sizes)
@@ -311,7 +311,7 @@ def _samples(segments: Segments, rendered: Sequence[RenderedPath]) -> Iterator[d
 
 def _partitions(tree: TokenTree, segments: Segments, max_tokens: int) -> list[list[int]]:
     """Returns [segment, first token, end token, partition] per piece; tokens count from the segment on."""
-    from titan_tree.components.tree_partitioner import TreePartitioner  # imports torch
+    from titan_tree.components.tree_partitioner.partitioner import TreePartitioner  # imports torch
 
     plan = TreePartitioner("redundancy_free", max_tokens).plan(tree)
     owner = np.zeros(len(tree), np.int64)

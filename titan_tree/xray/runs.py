@@ -13,7 +13,7 @@ from titan_tree.config.files import regular
 from titan_tree.errors import UserError
 
 if TYPE_CHECKING:
-    from titan_tree.config import Config
+    from titan_tree.run.config import Config
 
 Curves = dict[str, tuple[list[int], list[float]]]  # name -> steps, values
 MOST_POINTS = 500  # of a curve; others are left out evenly
@@ -30,9 +30,10 @@ def load_run(folder: str) -> tuple[Config, TreeTokenizer | None, Curves]:
     Raises:
         UserError: config.toml or metrics.csv is malformed, or the tokenizer is missing.
     """
-    from titan_tree.config.toml import load_any  # imports omegaconf
+    from titan_tree.config.toml import COMMANDS, load_tables  # imports omegaconf
+    from titan_tree.run.config import Config
 
-    config = load_any(Path(folder) / "config.toml")
+    config = load_tables(Config, Path(folder) / "config.toml", skip=COMMANDS)
     name, snapshot = config.data.tokenizer, config.model.hf_path
     if name is None and snapshot and (Path(snapshot) / "tokenizer.json").is_file():
         name = snapshot

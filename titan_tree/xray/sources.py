@@ -13,6 +13,7 @@ from titan_tree.data.data_files import Group, group_records
 from titan_tree.data.readers import (
     AUTO,
     DEFAULT_FORMAT,
+    READERS,
     OpenFile,
     Source,
     find_files,
@@ -23,7 +24,6 @@ from titan_tree.data.readers import (
 from titan_tree.data.readers.containers import event_files, first_rows
 from titan_tree.data.schema import TRAJECTORY_KINDS
 from titan_tree.errors import UserError, printable
-from titan_tree.registry import READERS
 
 ENDINGS = (".jsonl", ".json", ".ndjson", ".traj", ".parquet")
 PACKED = (".gz", ".zst")

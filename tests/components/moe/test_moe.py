@@ -9,7 +9,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from tests.support.cases import for_each
 from tests.support.moe import moe_by_token, small_moe
-from titan_tree.components.moe import MoE, RouterLoss, Routing, router_metrics
 from titan_tree.components.moe import experts as module
 from titan_tree.components.moe.experts import (
     grouped_linear,
@@ -17,6 +16,8 @@ from titan_tree.components.moe.experts import (
     linear_by_expert,
     sort_copies,
 )
+from titan_tree.components.moe.layer import MoE
+from titan_tree.components.moe.routing import RouterLoss, Routing, router_metrics
 from titan_tree.errors import UserError
 
 

@@ -12,13 +12,12 @@ from transformers import AutoModelForCausalLM
 from tests.support.cases import exhaustive
 from tests.support.moe import moe_by_token, small_moe
 from tests.support.tiny_run import SMALL, read_metrics, tiny_config, train
-from titan_tree.components.moe import RouterBias, Routing
-from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.config import ModelConfig
+from titan_tree.components.moe.routing import RouterBias, Routing
+from titan_tree.components.tree_loss.loss import TreeLoss
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import build_model
-from titan_tree.models.pretrained import load_pretrained, save_pretrained
+from titan_tree.models.pretrained import build_model, load_pretrained, save_pretrained
+from titan_tree.models.settings import ModelConfig
 from titan_tree.run.trainer import Trainer
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

@@ -10,10 +10,10 @@ import torch
 from tests.support.cases import for_each
 from tests.support.forests import path_recurrence, predecessors, recurrent_layout
 from tests.support.layouts import random_nodes
+from titan_tree.components.backends import RECURRENCE_BACKENDS
 from titan_tree.components.recurrence import TreeGDN, TreeKDA, TreeSSD, hopper, triton_kernels
 from titan_tree.components.recurrence.reference import recurrence
 from titan_tree.errors import UserError
-from titan_tree.registry import RECURRENCE_BACKENDS
 from titan_tree.tree.chunks import make_chunks
 from titan_tree.tree.layout import TreeLayout
 

@@ -18,6 +18,7 @@ from tests.support.layouts import (
     random_nodes,
     random_qkv,
 )
+from titan_tree.components.backends import ATTENTION_BACKENDS
 from titan_tree.components.tree_attention import Scoring, TreeAttention, context, operator, triton_kernels
 from titan_tree.components.tree_attention.plan import (
     JOBS,
@@ -30,7 +31,6 @@ from titan_tree.components.tree_attention.plan import (
     prepare,
 )
 from titan_tree.errors import UserError
-from titan_tree.registry import ATTENTION_BACKENDS
 from titan_tree.tree.layout import TreeLayout
 
 

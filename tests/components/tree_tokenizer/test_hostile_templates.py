@@ -10,8 +10,8 @@ from tests.support.cases import for_each
 from tests.support.trip import TRIP
 from titan_tree.components.tree_tokenizer import TreeTokenizer, templates
 from titan_tree.components.tree_tokenizer.template_process import TemplateProcess
-from titan_tree.config import DataConfig
 from titan_tree.data.sample_reader import SampleReader
+from titan_tree.data.settings import DataConfig
 from titan_tree.errors import UserError
 
 TIME = "it takes more than 0.5 seconds of CPU time for a conversation"

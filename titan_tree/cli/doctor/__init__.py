@@ -24,8 +24,8 @@ from importlib import import_module
 from textwrap import fill
 from typing import TypeVar
 
-from titan_tree.config import Config
 from titan_tree.errors import UserError, count, printable, warnings_hidden
+from titan_tree.run.config import Config
 
 # Section -> its check. The module is imported when the check runs, so that a missing torch becomes a finding.
 CHECKS = {
@@ -126,7 +126,7 @@ def _subject(args: argparse.Namespace) -> Subject:
     config = None
     if args.config is not None:
         with suppress(Exception):  # the section "configuration" reports it
-            from titan_tree.config.toml import load_any
+            from titan_tree.cli.reference import load_any
 
             config = load_any(args.config, args.overrides)
     return Subject(args.config, args.overrides, config)

@@ -15,21 +15,23 @@ import torch
 
 from titan_tree.cli.doctor import Checked, Finding, Subject, attempt, problem
 from titan_tree.cli.doctor.machine import existing, size_text
+from titan_tree.cli.reference import load_any
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.config import Config
-from titan_tree.config.lightning import LightningRunConfig
-from titan_tree.config.rl import RLRunConfig
-from titan_tree.config.toml import load_any
 from titan_tree.data.data_files import DataFiles
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.distributed.optimizers import optimizer_class
+from titan_tree.distributed.settings import OPTIMIZERS
+from titan_tree.integrations.lightning_settings import LightningRunConfig
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf import read_weights
 from titan_tree.models.lora.adapters import add_lora
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.models.weights import whole_weights
-from titan_tree.registry import ENVIRONMENTS, LOGGERS, OPTIMIZERS
+from titan_tree.rl.environment import ENVIRONMENTS
+from titan_tree.rl.settings import RLRunConfig
 from titan_tree.run import build
+from titan_tree.run.config import Config
+from titan_tree.run.metrics.loggers import LOGGERS
 from titan_tree.run.model_setup import build_lora, build_model_without_weights
 
 WEIGHT_BYTES = 4  # per parameter, in a checkpoint

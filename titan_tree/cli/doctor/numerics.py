@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from titan_tree.cli.doctor import Checked, Finding, Subject, attempt, problem
+from titan_tree.components.backends import ATTENTION_BACKENDS, AUTO, RECURRENCE_BACKENDS
 from titan_tree.components.tree_attention import Scoring
-from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.components.tree_loss.loss import TreeLoss
 from titan_tree.engine.tree_step import TreeStep
-from titan_tree.models.decoder import Decoder, build_model
-from titan_tree.registry import ATTENTION_BACKENDS, AUTO, RECURRENCE_BACKENDS
+from titan_tree.models.decoder import Decoder
+from titan_tree.models.pretrained import build_model
 from titan_tree.scoring.score_trees import tree_logprobs
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.routed_experts import Replay

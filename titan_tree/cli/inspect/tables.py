@@ -23,11 +23,11 @@ from rich.text import Text
 
 from titan_tree.cli.data_arguments import data_config, named_model, progress_bar
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.config import DataConfig
 from titan_tree.data.data_files import Group, holds_conversations
 from titan_tree.data.divergence import render_picture, render_report
 from titan_tree.data.packing import UngroupedLines, leaf_trees, merged_trees
 from titan_tree.data.sample_reader import SampleReader
+from titan_tree.data.settings import DataConfig
 from titan_tree.data.show import render_sample
 from titan_tree.errors import UserError, printable, warnings_hidden
 from titan_tree.tree.paths import ModelLimits

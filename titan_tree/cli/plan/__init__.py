@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> None:
 
     from titan_tree.cli.plan.planner import Planner
     from titan_tree.cli.plan.timing import find_gpu
-    from titan_tree.config import Config
     from titan_tree.config.toml import COMMANDS, load_tables
+    from titan_tree.run.config import Config
 
     gpus = max(1, torch.cuda.device_count()) if args.gpus is None else _positive("--gpus", args.gpus)
     groups = None if args.groups is None else _positive("--groups", args.groups)

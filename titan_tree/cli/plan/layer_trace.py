@@ -25,17 +25,17 @@ from torch._inductor.compile_fx import select_decomp_table
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_tree.components.moe import Experts
+from titan_tree.components.backends import ATTENTION_BACKENDS, RECURRENCE_BACKENDS
+from titan_tree.components.moe.layer import Experts
 from titan_tree.components.recurrence import TreeRecurrence
 from titan_tree.components.recurrence.buffers import empty_saved
 from titan_tree.components.tree_attention import TreeAttention, operator, plan
-from titan_tree.config import ParallelConfig
 from titan_tree.distributed import titan
 from titan_tree.distributed.experts.sharded_experts import ShardedExperts
 from titan_tree.distributed.sequence_parallel import AllToAllExchange
+from titan_tree.distributed.settings import ParallelConfig
 from titan_tree.models.block import Block, Mixer
 from titan_tree.models.decoder import Decoder
-from titan_tree.registry import ATTENTION_BACKENDS, RECURRENCE_BACKENDS
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_shards import TokenShard

@@ -18,15 +18,15 @@ from titan_tree.cli.plan.layer_trace import LayerTrace
 from titan_tree.cli.plan.workload import Step, is_partitioned
 from titan_tree.components.logprobs import BLOCK_ELEMENTS
 from titan_tree.components.tree_attention.plan import table_bytes
-from titan_tree.config import Config
 from titan_tree.distributed.experts.expert_parallel import experts_of
 from titan_tree.distributed.parallelize import gathered_size, shard_sizes
 from titan_tree.distributed.sequence_parallel import AllToAllExchange
+from titan_tree.distributed.settings import OPTIMIZERS
 from titan_tree.models.block import Attention
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.gated_delta_net import GatedDeltaNet
 from titan_tree.models.layers import MLP
-from titan_tree.registry import OPTIMIZERS
+from titan_tree.run.config import Config
 from titan_tree.tree.costs import row_bytes
 from titan_tree.tree.paths import ExpertSizes
 from titan_tree.tree.token_shards import TokenShard

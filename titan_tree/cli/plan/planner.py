@@ -16,11 +16,11 @@ from titan_tree.cli.plan.memory import RANDOM_ROUTER, Memory
 from titan_tree.cli.plan.timing import Gpu, Timing, add, total
 from titan_tree.cli.plan.workload import Step, sample_steps, take_sample
 from titan_tree.components.recurrence import TreeKDA
-from titan_tree.config import Config
 from titan_tree.distributed.parallelize import check_parallel
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 from titan_tree.run import build
+from titan_tree.run.config import Config
 from titan_tree.run.model_setup import build_model_without_weights
 from titan_tree.tree.costs import NODE_GPUS, PEAK_FLOPS
 

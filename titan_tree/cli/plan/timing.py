@@ -14,16 +14,16 @@ from typing import NamedTuple
 import numpy as np
 from torch import nn
 
-from titan_tree.balance.assignment import idle_share
 from titan_tree.cli.plan.memory import GIB, exchanged, ranks_of_token
 from titan_tree.cli.plan.workload import Run, Step, is_partitioned
-from titan_tree.config import Config
 from titan_tree.distributed.parallelize import gathered_size, shard_sizes
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.gated_delta_net import GatedDeltaNet
 from titan_tree.models.kimi_linear import KimiDeltaAttention
+from titan_tree.run.balance.assignment import idle_share
 from titan_tree.run.build import build_loss
+from titan_tree.run.config import Config
 from titan_tree.tree import costs as rates
 
 Seconds = dict[str, float]  # by part of a step

@@ -21,13 +21,14 @@ E experts, L layers with experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import torch
-from torch import Tensor
+from titan_tree.config.checks import Checked, non_negative, require, setting
 
-from titan_tree.config.losses import RouterBiasConfig, RouterLossConfig
+if TYPE_CHECKING:  # a configuration is checked without torch
+    from torch import Tensor
 
 
 class Routing(NamedTuple):
@@ -41,22 +42,17 @@ class Routing(NamedTuple):
     probability: Tensor  # [E] the router's probabilities
     squared_lse: Tensor  # [] squared log-sum-exp of the router's logits
 
-    @staticmethod
-    def stack(layers: Sequence[Routing]) -> Routing:
-        """Returns the sums of L layers as those of a whole model."""
-        return Routing(*map(torch.stack, zip(*layers, strict=True)))
 
+@dataclass
+class RouterLoss(Checked, table="router_loss"):
+    """Auxiliary losses on the router of a mixture of experts (docs/routing.md). A coefficient of 0 is off."""
 
-class RouterLoss(RouterLossConfig):
-    """The two router losses with their coefficients.
-
-    Args:
-        balance: coefficient of the balance loss; 0 switches it off.
-        z: coefficient of the z-loss; 0 switches it off.
-        scope: the balancing scope.
-    Raises:
-        UserError: a coefficient is negative or not finite, or the scope is unknown.
-    """
+    # Coefficient of the load-balancing loss. About 1e-3 in pre-training.
+    balance: float = setting(0.0, non_negative)
+    z: float = setting(0.0, non_negative)  # Coefficient of the z-loss.
+    # Tokens over which expert loads are balanced. "global_batch" does not depend on how trees are packed. If
+    # a rank has several forward passes per scope, each runs twice: to count tokens, and to train.
+    scope: Literal["global_batch", "micro_batch"] = "global_batch"
 
     def __bool__(self) -> bool:
         return self.balance > 0 or self.z > 0
@@ -105,8 +101,9 @@ def _z(routing: Routing, all_tokens: int) -> Tensor:
     return routing.squared_lse.sum() / (len(routing.squared_lse) * all_tokens)
 
 
-class RouterBias(RouterBiasConfig):
-    """Balances experts without a loss, and therefore without changing any gradient.
+@dataclass
+class RouterBias(Checked, table="router_bias"):
+    """A bias on the router's choice balances the experts, without a loss (docs/routing.md).
 
         choice = the k experts with the largest p_e + b_e;   the weights come from p alone
         after a step:  b_e += rate * sign(mean load - load_e)
@@ -115,16 +112,23 @@ class RouterBias(RouterBiasConfig):
     The method is from arXiv:2408.15664 and DeepSeek-V3 (arXiv:2412.19437). There p is a sigmoid, as in
     Kimi-Linear. In the other models here it is a softmax, with probabilities near 1 / E, so the same rate
     changes choices faster.
-
-    Args:
-        rate: size of an update; 0 keeps the biases as they are.
-        counts: how the load counts a token: "paths" once per path, as in a batch of the paths; "tokens" once,
-            as on the hardware.
-    Raises:
-        UserError: the rate is negative or not finite, or ``counts`` is unknown.
     """
 
-    @torch.no_grad()
+    # Change of a bias per optimizer step. DeepSeek-V3 uses 1e-3. Default: no biases are added, and those of a
+    # snapshot stay constant. 0: biases are added, and stay constant.
+    rate: float | None = setting(None, non_negative)
+    # How often a token counts in the load of an expert. "paths": once per path; "tokens": once.
+    counts: Literal["paths", "tokens"] = "paths"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.rate is not None or self.counts == "paths",
+            "router_bias.counts",
+            "router_bias.rate to be set as well",
+            repr(self.counts),
+        )
+
     def update(self, biases: Iterable[Tensor], routing: Routing) -> None:
         """Updates the biases in place.
 

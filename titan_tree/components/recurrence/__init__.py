@@ -34,12 +34,12 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from titan_tree.components.backends import AUTO, RECURRENCE_BACKENDS
 from titan_tree.components.recurrence import operator
 from titan_tree.components.recurrence.conv import prepare as prepare_conv
 from titan_tree.components.recurrence.conv import tree_causal_conv1d
 from titan_tree.components.recurrence.operator import RecurrenceBackend
 from titan_tree.errors import UserError
-from titan_tree.registry import AUTO, RECURRENCE_BACKENDS
 from titan_tree.tree.layout import TreeLayout
 
 __all__ = [

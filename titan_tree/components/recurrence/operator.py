@@ -1,7 +1,7 @@
 """The interface of the recurrences' backends, and the operator titan_tree::recurrence, which runs them.
 
 To add a backend, write a module with the functions of ``RecurrenceBackend`` and register it in
-``titan_tree.registry.RECURRENCE_BACKENDS``.
+``titan_tree.components.backends.RECURRENCE_BACKENDS``.
 
 Autograd, torch.compile and activation checkpointing see this operator and nothing below it. The backward pass
 reads the inputs and ``Saved`` (``buffers.py``): numbers per token, the inverse T of each chunk, and the
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from titan_tree.components.backends import RECURRENCE_BACKENDS
 from titan_tree.components.operators import as_operator
 from titan_tree.components.recurrence.buffers import Saved
-from titan_tree.registry import RECURRENCE_BACKENDS
 from titan_tree.tree.chunks import Chains, Chunks
 
 

@@ -22,10 +22,10 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
+from titan_tree.components.backends import ATTENTION_BACKENDS, AUTO
 from titan_tree.components.tree_attention import operator  # noqa: F401  # registers the operator
 from titan_tree.components.tree_attention.operator import PLAIN, AttentionBackend, Scoring
 from titan_tree.errors import UserError
-from titan_tree.registry import ATTENTION_BACKENDS, AUTO
 from titan_tree.tree.layout import TreeLayout
 
 __all__ = ["AttentionBackend", "Scoring", "TreeAttention"]

@@ -1,7 +1,7 @@
 """The interface of TreeAttention's backends, and the operator titan_tree::tree_attention.
 
 To add a backend, write a module with the functions of ``AttentionBackend`` and register it in
-``titan_tree.registry.ATTENTION_BACKENDS``. ``reference.py`` is the shortest example. The operator is for
+``components.backends.ATTENTION_BACKENDS``. ``reference.py`` is the shortest example. The operator is for
 backends that have kernels of their own (``KernelBackend``).
 
 Autograd, torch.compile and activation checkpointing see this operator and nothing below it. As in
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from titan_tree.components.backends import ATTENTION_BACKENDS
 from titan_tree.components.operators import as_operator
 from titan_tree.components.tree_attention import context as columns
 from titan_tree.components.tree_attention.plan import KEYS, QUERIES, Plan, WindowPlan, empty_lse, plan_of
 from titan_tree.errors import UserError
-from titan_tree.registry import ATTENTION_BACKENDS
 from titan_tree.tree.layout import TreeLayout
 
 

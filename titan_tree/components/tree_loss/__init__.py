@@ -1,5 +1,6 @@
 """TreeLoss: any loss of single sequences, computed on a token tree.
 
+settings.py         the table [loss], and LOSSES, the registry of loss functions
 loss.py             TreeLoss, which reduces a loss over the paths of a global batch; register_loss
 spec.py             LossSpec: a loss function and what it needs; call_loss checks what it returns
 token_losses.py     sft; losses with one ratio per token: ppo and its relatives; distillation
@@ -9,23 +10,5 @@ corrections.py      what any of them can add: a KL penalty, a correction of roll
 ratios.py           ratios, KL estimates and sums over paths
 
 A loss is a function of the log-probs of one sequence's tokens. A new loss takes one file and one line in
-``titan_tree.registry.LOSSES``, or the decorator ``register_loss`` in your own script.
+``LOSSES``, or the decorator ``register_loss`` in your own script.
 """
-
-from titan_tree.components.tree_loss.corrections import KLPenalty, RolloutCorrection
-from titan_tree.components.tree_loss.loss import GlobalStatistics, TreeLoss, normalizer, register_loss
-from titan_tree.components.tree_loss.spec import COUNT_ONCE, LossFunction, LossSpec
-from titan_tree.config.losses import Reduction
-
-__all__ = [
-    "COUNT_ONCE",
-    "GlobalStatistics",
-    "KLPenalty",
-    "LossFunction",
-    "LossSpec",
-    "Reduction",
-    "RolloutCorrection",
-    "TreeLoss",
-    "normalizer",
-    "register_loss",
-]

@@ -1,4 +1,4 @@
-"""What TreeLoss adds to a policy loss: whitened advantages, a KL penalty, a correction of rollout mismatch.
+"""What TreeLoss adds to a policy loss: a KL penalty, and a correction of rollout mismatch.
 
 They read fields of the paths: ``advantage``, ``ref_logprobs``, ``old_logprobs`` and ``rollout_logprobs``.
 """
@@ -7,37 +7,40 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from titan_tree.components.tree_loss.ratios import field, kl_estimate
-from titan_tree.config.losses import CorrectionConfig, KLConfig
-from titan_tree.tree.batch import PathPairs
+from titan_tree.config.checks import Checked, at_least, finite, require, setting
 from titan_tree.tree.pairs import MAX_LOG_RATIO
 
-# Sums of c, c A and c A² over a batch, with c = w_p m_{p,t} and the advantages A
-Moments = tuple[float | Tensor, float | Tensor, float | Tensor]
+if TYPE_CHECKING:  # a configuration is checked without torch
+    from torch import Tensor
+
+    from titan_tree.tree.batch import PathPairs
 
 
-class KLPenalty(KLConfig):
-    """A penalty for diverging from a reference policy.
+@dataclass(frozen=True)
+class KLPenalty(Checked, table="loss.kl"):
+    """A penalty for diverging from a reference policy (docs/components/losses.md).
 
     As a term of the loss, k1 has an expected gradient of 0 on policy, k2 that of KL(new || reference), and
     k3 another one, which GRPO uses. With ``importance``, the expected gradient of each estimate is that of
     KL(new || reference) for k1 and k3, also off policy (DeepSeek-V3.2).
-
-    Args:
-        coefficient: factor of the estimate.
-        estimator: "k1", "k2" or "k3", see ``kl_estimate``.
-        importance: multiply the estimate by the ratio p / p_old, with its gradient. It is at most exp(20).
-        as_reward: subtract coefficient times the estimate of KL(old || reference) from each token's
-            advantage, instead of adding a term to the loss. k1 is usual (REINFORCE++, arXiv:2501.03262).
-
-    Raises:
-        UserError: ``importance`` together with ``as_reward``, which needs no ratio.
     """
+
+    # Factor of the penalty, which needs ref_logprobs. 0: off.
+    coefficient: float = setting(0.0, finite, at_least(0))
+    estimator: Literal["k1", "k2", "k3"] = "k3"  # Estimator of the KL divergence.
+    # Multiply the estimate by p / p_old, at most exp(20), for tokens of an older policy.
+    importance: bool = False
+    # Subtract the coefficient times the estimate of KL(old || reference) from the advantages, instead of
+    # adding a term to the loss. This is usual with k1 (REINFORCE++, arXiv:2501.03262).
+    as_reward: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_valid = not (self.importance and self.as_reward)
+        require(is_valid, "loss.kl.importance", "false together with loss.kl.as_reward", "true")
 
     def estimate(self, logprobs: Tensor, pairs: PathPairs) -> Tensor:
         """Returns the estimate for each pair, [F] in nats. ``coefficient`` is not applied."""
@@ -60,28 +63,43 @@ class KLPenalty(KLConfig):
 
 
 @dataclass(frozen=True)
-class RolloutCorrection(CorrectionConfig):
-    """Weights for paths that were sampled with other numerics, or by an older policy, than old_logprobs say.
+class RolloutCorrection(Checked, table="loss.correction"):
+    """Weights for rollout_logprobs that differ from old_logprobs (docs/components/losses.md).
 
-    A token's policy loss is multiplied by a weight without gradient. It is computed from w, the ratio p_old /
-    p_rollout, or from an estimate of KL(rollout || old), which is 0 where both policies agree.
-
-    Args:
-        level: what w belongs to: a "token", or its whole path. Over the counted tokens of a path, "sequence"
-            multiplies ratios and adds estimates. "geometric" takes the geometric mean of ratios and the mean
-            of estimates. "max" takes the largest estimate.
-        mode: "truncate" clamps w to [low, high] (truncated importance sampling); "mask" uses w within
-            [low, high] and 0 elsewhere (masked importance sampling; IcePop, arXiv:2510.18855, on tokens);
-            "reject" uses 1 within [low, high] and 0 elsewhere.
-        low: lower bound of w.
-        high: upper bound of w.
-        estimator: "ratio"; or "k2" or "k3", which only "reject" can use, see ``kl_estimate``.
-
-    Raises:
-        UserError: the bounds are negative or in the wrong order, or the level or the mode does not fit.
+    The engine that sampled the paths has other numerics, or an older policy. A token's policy loss is
+    multiplied by a weight without gradient. It is computed from w, the ratio p_old / p_rollout, or from an
+    estimate of KL(rollout || old), which is 0 where both policies agree.
     """
 
+    # What the weight w = p_old / p_rollout belongs to: a "token", or its path. Over the counted tokens of a
+    # path, "sequence" multiplies ratios and adds estimates, "geometric" takes the geometric mean of ratios
+    # and the mean of estimates, and "max" takes the largest estimate ("k2" or "k3"). "off": all weights are
+    # 1.
     level: Literal["off", "token", "sequence", "geometric", "max"] = "token"
+    # "truncate" clamps weights to [low, high] (truncated importance sampling), "mask" sets those outside to 0
+    # (masked importance sampling; IcePop, arXiv:2510.18855), and "reject" also sets those inside to 1.
+    mode: Literal["truncate", "mask", "reject"] = "truncate"
+    low: float = setting(0.0, finite, at_least(0))  # Lower bound of the weights.
+    high: float = setting(2.0, finite)  # Upper bound of the weights.
+    # What is compared with the bounds: the "ratio" above, or an estimate of KL(rollout || old), which needs
+    # mode = "reject".
+    estimator: Literal["ratio", "k2", "k3"] = "ratio"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.level == "off":
+            return
+        low, high, is_ratio = self.low, self.high, self.estimator == "ratio"
+        expected = f"at least 0 and below loss.correction.high = {high:g}"
+        require(low < high, "loss.correction.low", expected, f"{low:g}")
+        expected = "'max' only with the estimator 'k2' or 'k3'"
+        require(self.level != "max" or not is_ratio, "loss.correction.level", expected, "'ratio'")
+        require(
+            is_ratio or (self.mode == "reject" and low == 0),
+            "loss.correction.estimator",
+            f"mode = 'reject' and low = 0 with {self.estimator!r}",
+            f"{self.mode!r} and {low:g}",
+        )
 
     def weights(self, pairs: PathPairs) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the weight of each pair, [F], and metrics, [F] each.
@@ -102,7 +120,8 @@ class RolloutCorrection(CorrectionConfig):
         if self.mode == "truncate":
             weight = value.clamp(self.low, self.high)
         else:
-            weight = torch.where(is_outside, 0.0, value if self.mode == "mask" else 1.0)
+            inside = value if self.mode == "mask" else value.new_ones(value.shape)
+            weight = inside.where(~is_outside, 0.0)
         share = 1 / pairs.loss_tokens.clamp_min(1e-30)[pairs.path]
         return weight, {
             "rollout_weight": weight,
@@ -136,7 +155,8 @@ class RolloutCorrection(CorrectionConfig):
         """Returns w of each path, [P]."""
         k2, k3, *ends = _divergence(pairs).unbind(1)
         if self.level == "max":
-            return torch.maximum(*map(self._measure, ends))
+            low, high = map(self._measure, ends)
+            return low.maximum(high)
         total = {"ratio": field(pairs, "rollout_log_ratio"), "k2": k2, "k3": k3}[self.estimator]
         if self.level == "geometric":
             total = total / pairs.loss_tokens.clamp_min(1e-30)
@@ -155,22 +175,3 @@ class RolloutCorrection(CorrectionConfig):
 def _divergence(pairs: PathPairs) -> Tensor:
     field(pairs, "old_logprobs"), field(pairs, "rollout_logprobs")  # named, if one is missing
     return field(pairs, "rollout_divergence")
-
-
-def whitened(pairs: PathPairs, moments: Moments | None = None) -> PathPairs:
-    """Returns the pairs with advantages (A - mean) / sqrt(variance + 1e-8) over the tokens of a batch.
-
-    The variance divides by n - 1, as in verl's masked_whiten.
-
-    Args:
-        moments: the batch's sums. None: those of ``pairs``.
-    """
-    advantage = field(pairs, "advantage")
-    if moments is None:
-        count = pairs.weight[pairs.path].double() * pairs.loss_mask
-        moments = count.sum(), (count * advantage).sum(), (count * advantage.double().square()).sum()
-    total, first, second = (torch.as_tensor(x, dtype=torch.float64, device=advantage.device) for x in moments)
-    mean = first / total.clamp_min(1e-30)
-    variance = (second - total * mean.square()) / torch.where(total > 1, total - 1, 1.0)
-    scale = (variance.clamp_min(0) + 1e-8).rsqrt()
-    return dataclasses.replace(pairs, advantage=((advantage - mean) * scale).to(advantage.dtype))

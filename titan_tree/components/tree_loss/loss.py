@@ -43,22 +43,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_tree.components.tree_loss.corrections import KLPenalty, Moments, RolloutCorrection, whitened
+from titan_tree.components.tree_loss.corrections import KLPenalty, RolloutCorrection
 from titan_tree.components.tree_loss.ratios import field, kl_estimate
-from titan_tree.components.tree_loss.spec import (
-    COUNT_ONCE,
-    LossFunction,
-    LossSpec,
-    Measurement,
-    call_loss,
-)
-from titan_tree.config.losses import Reduction
+from titan_tree.components.tree_loss.settings import LOSSES, LossFunction, Reduction
+from titan_tree.components.tree_loss.spec import COUNT_ONCE, LossSpec, Measurement, call_loss
 from titan_tree.errors import UserError
-from titan_tree.registry import LOSSES
 from titan_tree.tree.batch import PathPairs, TreeBatch
 from titan_tree.tree.paths import TokenPath
 
 MIN_DIVISOR = 1e-30  # of weights that are 0
+# Sums of c, c A and c A² over a batch, with c = w_p m_{p,t} and the advantages A
+Moments = tuple[float | Tensor, float | Tensor, float | Tensor]
 
 
 def register_loss(
@@ -388,3 +383,22 @@ def _check(loss: TreeLoss) -> None:
             f"loss.correction: expected none for the loss {loss.name!r}, which reads rollout_logprobs "
             "itself; set loss.correction.level = 'off'"
         )
+
+
+def whitened(pairs: PathPairs, moments: Moments | None = None) -> PathPairs:
+    """Returns the pairs with advantages (A - mean) / sqrt(variance + 1e-8) over the tokens of a batch.
+
+    The variance divides by n - 1, as in verl's masked_whiten.
+
+    Args:
+        moments: the batch's sums. None: those of ``pairs``.
+    """
+    advantage = field(pairs, "advantage")
+    if moments is None:
+        count = pairs.weight[pairs.path].double() * pairs.loss_mask
+        moments = count.sum(), (count * advantage).sum(), (count * advantage.double().square()).sum()
+    total, first, second = (torch.as_tensor(x, dtype=torch.float64, device=advantage.device) for x in moments)
+    mean = first / total.clamp_min(1e-30)
+    variance = (second - total * mean.square()) / torch.where(total > 1, total - 1, 1.0)
+    scale = (variance.clamp_min(0) + 1e-8).rsqrt()
+    return dataclasses.replace(pairs, advantage=((advantage - mean) * scale).to(advantage.dtype))

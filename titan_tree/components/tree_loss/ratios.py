@@ -5,11 +5,14 @@ F counts the (edge, path) pairs of a batch and P its paths. Log-probs are in nat
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from titan_tree.errors import UserError
-from titan_tree.tree.batch import PathPairs
+
+if TYPE_CHECKING:  # a configuration is checked without torch
+    from torch import Tensor
+
+    from titan_tree.tree.batch import PathPairs
 
 _FIXES = {
     "advantage": ", or set data.advantage = 'group' and give rewards",
@@ -57,7 +60,7 @@ def kl_estimate(estimator: str, log_ratio: Tensor) -> Tensor:
         return log_ratio
     if estimator == "k2":
         return log_ratio.square() / 2
-    return torch.expm1(-log_ratio) + log_ratio
+    return (-log_ratio).expm1() + log_ratio
 
 
 def path_sum(values: Tensor, pairs: PathPairs) -> Tensor:
@@ -66,8 +69,8 @@ def path_sum(values: Tensor, pairs: PathPairs) -> Tensor:
     A path without weight gets 0: it has no gradient, even an infinite one.
     """
     is_counted = pairs.weight[pairs.path] > 0
-    values = torch.where(is_counted, values * pairs.loss_mask, 0.0)
-    return torch.zeros_like(pairs.loss_tokens, dtype=values.dtype).index_add(0, pairs.path, values)
+    values = (values * pairs.loss_mask).where(is_counted, 0.0)
+    return values.new_zeros(pairs.loss_tokens.shape).index_add(0, pairs.path, values)
 
 
 def path_mean(values: Tensor, pairs: PathPairs) -> Tensor:
@@ -92,9 +95,9 @@ def clipped_surrogate(
                 f"{dual_clip:g}"
             )
         is_bounded = (advantage < 0) & (ratio > dual_clip)
-        bound, is_clipped = torch.where(is_bounded, dual_clip, bound), is_clipped | is_bounded
-    ratio = torch.where(is_clipped | (advantage == 0), 0.0, log_ratio).exp()
-    return -torch.where(is_clipped, bound, ratio) * advantage, is_clipped.float()
+        bound, is_clipped = bound.where(~is_bounded, dual_clip), is_clipped | is_bounded
+    ratio = log_ratio.where(~is_clipped & (advantage != 0), 0.0).exp()
+    return -bound.where(is_clipped, ratio) * advantage, is_clipped.float()
 
 
 def ratio_metrics(log_ratio: Tensor) -> dict[str, Tensor]:

@@ -8,9 +8,8 @@ from dataclasses import KW_ONLY, dataclass, fields
 
 from torch import Tensor
 
-from titan_tree.config.losses import Reduction
+from titan_tree.components.tree_loss.settings import LOSSES, LossFunction, Reduction
 from titan_tree.errors import AgreedError, UserError
-from titan_tree.registry import LOSSES
 from titan_tree.tree.batch import PathPairs
 from titan_tree.tree.paths import TokenPath
 
@@ -18,7 +17,6 @@ COUNT_ONCE = ("distinct_token_mean", "first_path_token_mean")  # need ``TokenTre
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 LossResult = Tensor | LossAndMetrics  # losses [F], or losses [F] and metrics, each [F]
-LossFunction = Callable[..., LossResult]  # called as function(log-probs [F] in nats, pairs, **options)
 
 
 @dataclass(frozen=True)

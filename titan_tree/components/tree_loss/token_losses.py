@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from titan_tree.components.tree_loss.ratios import clipped_surrogate, field, kl_estimate, ratio_metrics
-from titan_tree.components.tree_loss.spec import LossAndMetrics, LossFunction, LossSpec
+from titan_tree.components.tree_loss.settings import LossFunction
+from titan_tree.components.tree_loss.spec import LossAndMetrics, LossSpec
 from titan_tree.errors import UserError
 from titan_tree.tree.batch import PathPairs
 

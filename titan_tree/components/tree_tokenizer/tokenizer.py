@@ -30,8 +30,8 @@ from titan_tree.components.tree_tokenizer.vocabulary import (
     read_json,
     read_tiktoken,
 )
+from titan_tree.config.plugins import import_attribute, is_import_string
 from titan_tree.errors import SNAPSHOT, UserError, errors_at, missing_snapshot, shorten
-from titan_tree.plugins import import_attribute, is_import_string
 from titan_tree.tree.paths import TokenPath
 
 Tools = Sequence[dict[str, object]]

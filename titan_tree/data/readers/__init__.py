@@ -2,7 +2,7 @@
 
 A record is a dict in titan_tree's own schema (data/schema.py): a task with trajectories, a conversation, or
 token ids. To support another format, write a subclass of ``RowReader`` in a new file here and add one line to
-``READERS`` in titan_tree/registry.py. docs/data.md describes the formats.
+``READERS`` below. docs/data.md describes the formats.
 
 containers   a file -> rows: containers.py (JSON Lines, JSON documents, Parquet, Arrow)
              decompress.py reads gzip and Zstandard; strict_json.py refuses what JSON parsers would change
@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from titan_tree.config.files import regular
+from titan_tree.config.registry import Registry
 from titan_tree.data import demo
 from titan_tree.data.readers.decompress import DAMAGE, compression, decompressed
 from titan_tree.errors import UserError
-from titan_tree.registry import READERS
 
 Record = dict[str, Any]
 Place = str  # where a record comes from, for error messages: "file:line", "file:[3]" or "file:row 3"
@@ -250,3 +250,31 @@ def _recognized_format(source: Source) -> str:
             "set data.format to one of them"
         )
     return names[0] if names else DEFAULT_FORMAT
+
+
+READERS: Registry[type[Reader]] = Registry(
+    "data format",
+    {
+        "jsonl": "titan_tree.data.readers.own_schema:OwnSchemaReader",
+        "openai_chat": "titan_tree.data.readers.openai_chat:OpenAIChatReader",
+        "openai_responses": "titan_tree.data.readers.openai_responses:OpenAIResponsesReader",
+        "anthropic": "titan_tree.data.readers.anthropic:AnthropicReader",
+        "sharegpt": "titan_tree.data.readers.llama_factory:ShareGptReader",
+        "alpaca": "titan_tree.data.readers.llama_factory:AlpacaReader",
+        "text_rows": "titan_tree.data.readers.text_rows:TextRowReader",
+        "token_rows": "titan_tree.data.readers.token_rows:TokenRowReader",
+        "tree": "titan_tree.data.readers.explicit_trees:ExplicitTreeReader",
+        "verifiers": "titan_tree.data.readers.verifiers:VerifiersReader",
+        "nemo_gym": "titan_tree.data.readers.nemo_gym:NemoGymReader",
+        "agent_lightning": "titan_tree.data.readers.agent_lightning:AgentLightningReader",
+        "tau_bench": "titan_tree.data.readers.benchmarks:TauBenchReader",
+        "tau2_bench": "titan_tree.data.readers.benchmarks:Tau2BenchReader",
+        "swe_agent": "titan_tree.data.readers.benchmarks:SweAgentReader",
+        "claude_code": "titan_tree.data.readers.claude_code:ClaudeCodeReader",
+        "codex": "titan_tree.data.readers.codex:CodexReader",
+        "pi": "titan_tree.data.readers.pi:PiReader",
+        "openhands": "titan_tree.data.readers.openhands:OpenHandsReader",
+        "token_store": "titan_tree.data.token_store:TokenStoreReader",
+    },
+    interface=("recognizes", "records"),
+)

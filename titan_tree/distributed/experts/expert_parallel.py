@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from titan_tree.components.moe import Experts
+from titan_tree.components.moe.layer import Experts
 from titan_tree.distributed.experts.sharded_experts import ShardedExperts
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder

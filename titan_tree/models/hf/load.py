@@ -24,8 +24,8 @@ from titan_tree.models.hf.names import (
     model_name,
 )
 from titan_tree.models.hf.snapshot_files import CONFIG, ROUTER_BIASES, open_weights, read_json, weight_files
+from titan_tree.models.settings import MODELS
 from titan_tree.models.weights import WeightShard, WeightShards
-from titan_tree.registry import MODELS
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from titan_tree.components.lora import FACTOR, LoRA, add_factors, factors, is_factor, is_transposed, merged
-from titan_tree.components.moe import Experts
 from titan_tree.components.moe.experts import ExpertWeight, Gather, Spread, sort_copies, spread_values
+from titan_tree.components.moe.layer import Experts
 from titan_tree.errors import UserError, unknown_name
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.models.weights import CHECKPOINTED, ElementDraws, WeightShards, draw_weights

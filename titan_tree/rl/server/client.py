@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 import httpx
 import tenacity
 
-from titan_tree.config.rl import ServerConfig
 from titan_tree.data.readers.strict_json import parse_json
 from titan_tree.errors import UserError, hide, keep_secret, shorten
+from titan_tree.rl.settings import ServerConfig
 
 Json: TypeAlias = Any  # decoded JSON, whose structure the server determines
 logger = logging.getLogger(__name__)

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_tree.checkpoint.export import gathered_factors, gathered_weights
-from titan_tree.config.rl import RLRunConfig, ServerConfig
 from titan_tree.distributed.collectives import call_on_rank_0, rank, world_size
 from titan_tree.errors import UserError, shorten
 from titan_tree.models.lora.peft import save_adapter
@@ -26,7 +24,9 @@ from titan_tree.rl.sampler import Completion
 from titan_tree.rl.server.broadcast import SGLangBroadcast, VLLMBroadcast
 from titan_tree.rl.server.client import LARGEST_ANSWER, ServerClient, StoppedError
 from titan_tree.rl.server.protocols import PROTOCOLS
+from titan_tree.rl.settings import RLRunConfig, ServerConfig
 from titan_tree.rl.truncation import ALL_IDS, Truncation
+from titan_tree.run.checkpoint.export import gathered_factors, gathered_weights
 from titan_tree.tree.paths import ExpertSizes
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,149 @@
+"""The tables of ``titan-tree rl``: those of training, [rl], [rl.server] and [warm_start]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from titan_tree.config.checks import (
+    Checked,
+    at_least,
+    between,
+    check,
+    finite,
+    one_of,
+    positive_number,
+    require,
+    setting,
+)
+from titan_tree.data.settings import DataConfig
+from titan_tree.data.turns import ADVANTAGES
+from titan_tree.rl.environment import ENVIRONMENTS
+from titan_tree.run.config import Config
+
+URLS = check(
+    "an address or a non-empty list of addresses",
+    lambda url: isinstance(url, str) or (isinstance(url, list) and url and {*map(type, url)} == {str}),
+)
+NO_FILES = "no files, because the environment makes the tasks (titan-tree train reads files)"
+# Keys of [data] that say how files are read. An environment has no files.
+OF_FILES = (
+    *("weights", "format", "ignore_fields", "sample", "merge", "paths", "advantage", "shuffle_buffer"),
+    "workers",
+)
+
+
+@dataclass(kw_only=True)
+class RLDataConfig(DataConfig, table="data"):
+    """The table [data] for tasks of an environment. A group is a task with all its rollouts."""
+
+    files: Any = setting(  # Must stay empty.
+        [], check(NO_FILES, lambda files: not files)
+    )
+    seed: int = 0  # Seed of the tasks and of sampling.
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        default = DataConfig(files="")
+        for name in OF_FILES:
+            got, expected = getattr(self, name), getattr(default, name)
+            reason = "an environment has no files" + ("; set rl.advantage" if name == "advantage" else "")
+            require(got == expected, f"data.{name}", f"no value, because {reason}", got)
+
+
+@dataclass(kw_only=True)
+class ServerConfig(Checked, table="rl.server"):
+    """Servers that sample the rollouts with copies of the trained weights (docs/rl.md)."""
+
+    # Address such as "http://localhost:30000", or a list of the addresses of several servers. Default:
+    # rollouts are sampled from the trained weights.
+    url: Any = setting(None, URLS)
+    api: Literal["vllm", "sglang"] = "vllm"  # Software that runs the server.
+    model: str = ""  # Name under which vLLM serves the model. SGLang needs none.
+    # How the server gets the trained weights. "folder": it reads a snapshot from rollout_weights/ in the
+    # run's folder. "broadcast": over a process group; for vLLM, this needs the package vllm. "adapter": it
+    # loads LoRA from rollout_weights/.
+    weights: Literal["folder", "broadcast", "adapter"] = "folder"
+    concurrency: int = setting(64, at_least(1))  # Maximum number of requests of a rank at a time.
+    timeout_s: float = setting(600.0, between(0.1, 1e6))  # Seconds within which a whole answer must arrive.
+    attempts: int = setting(5, at_least(1))  # Maximum number of times that a request is sent.
+    api_key_env: str | None = None  # Environment variable that holds the server's key.
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.url is None or self.api != "vllm" or self.model,
+            "rl.server.model",
+            "the name under which vLLM serves the model, such as model.hf_path",
+            repr(self.model),
+        )
+
+
+@dataclass(kw_only=True)
+class RLConfig(Checked, table="rl"):
+    """How rollouts are sampled in each step, and what they are worth."""
+
+    environment: str = setting("desk", one_of(ENVIRONMENTS))  # Source of tasks and rewards.
+    rollouts: int = setting(8, at_least(2))  # Independent rollouts per task.
+    # Further rollouts per task. Each continues a random one of the task's rollouts from a random later turn.
+    branches: int = setting(0, at_least(0))
+    advantage: str = setting("group", one_of(ADVANTAGES))  # Estimator of advantages (docs/advantages.md).
+    advantage_options: dict[str, Any] = setting({})  # Options of the estimator.
+    # Snapshot of the reference policy, or of the teacher of the loss "distill". Default: the weights at the
+    # start of the run, also after a resume. Only for losses that read ref_logprobs.
+    reference: str | None = None
+    # Sampling keeps the fewest likeliest token ids whose probabilities add up to top_p (docs/data.md).
+    top_p: float = setting(1.0, between(1e-6, 1.0))
+    top_k: int = setting(0, at_least(0))  # Sampling keeps the top_k likeliest token ids. 0: all.
+    # Sampling keeps token ids with at least min_p times the largest probability. 0: all.
+    min_p: float = setting(0.0, between(0.0, 1.0))
+    # Maximum tokens of one turn. A rollout that is cut off has reward 0.
+    max_turn_tokens: int = setting(1024, at_least(1))
+    max_rollout_tokens: int = setting(8192, at_least(2))  # Maximum tokens of each context, prompt included.
+    # 1: rollouts of a step are sampled while the step before trains, with weights that are one step older.
+    # This needs a server, or another sampler with weights of its own.
+    async_steps: int = setting(0, between(0, 1))
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+
+@dataclass(kw_only=True)
+class WarmStartConfig(Checked, table="warm_start"):
+    """Supervised training on the environment's demonstrations, until sampled rollouts reach a mean reward."""
+
+    steps: int = setting(0, at_least(0))  # Maximum number of steps. 0: no warm start.
+    reward: float = setting(0.0, finite)  # Mean reward at which the warm start ends.
+    interval: int = setting(25, at_least(1))  # Steps between measurements of the reward.
+    measured_tasks: int = setting(256, at_least(1))  # Rollouts per measurement, each of another task.
+    lr: float = setting(1e-3, positive_number)  # Learning rate. It decays linearly to a tenth over ``steps``.
+    tasks: int = setting(16, at_least(1))  # Tasks per step.
+
+
+@dataclass(kw_only=True)
+class RLRunConfig(Config):
+    """All tables of a configuration for ``titan-tree rl``."""
+
+    data: RLDataConfig = field(default_factory=RLDataConfig)
+    rl: RLConfig = field(default_factory=RLConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key, value in (
+            ("validation.files", self.validation.files),
+            ("training.epochs", self.training.epochs),
+        ):
+            require(
+                value is None, key, "no value, because the environment makes new tasks in each step", value
+            )
+        require(
+            self.partition.strategy != "none",
+            "partition.strategy",
+            "another one than 'none', because the sizes of sampled trees are not known before",
+            "'none'",
+        )
+        require(
+            self.warm_start.steps == 0 or self.model.flavor,
+            "warm_start.steps",
+            "0 with model.hf_path, because the warm start trains a model with random weights",
+            self.warm_start.steps,
+        )

@@ -1,0 +1,101 @@
+"""The configuration of a run: every component's settings, one dataclass per TOML table.
+
+A component receives the values of its own table, never the whole configuration. The comment beside a key is
+its documentation, and docs/configuration.md is made from it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from titan_tree.components.moe.routing import RouterBias, RouterLoss
+from titan_tree.components.tree_loss.settings import LossConfig
+from titan_tree.config.checks import require
+from titan_tree.config.toml import load_tables
+from titan_tree.data.settings import DataConfig, PartitionConfig, ValidationConfig
+from titan_tree.distributed.settings import LRSchedulerConfig, OptimizerConfig, ParallelConfig
+from titan_tree.errors import UserError
+from titan_tree.models.settings import LoRAConfig, ModelConfig
+from titan_tree.run.settings import CheckpointConfig, MetricsConfig, ProfilerConfig, TrainingConfig
+
+# Keys with one path, which may begin with ~: (table, key). ``find_files`` expands those of data files.
+PATHS = (
+    ("", "folder"),
+    ("model", "hf_path"),
+    ("data", "tokenizer"),
+    ("data", "template"),
+    ("lora", "adapter"),
+)
+
+
+def check_warmup(warmup_steps: int, steps: int) -> None:
+    """Raises UserError if the warm-up is longer than the run."""
+    if warmup_steps > steps:
+        raise UserError(
+            f"lr_scheduler.warmup_steps: expected at most the {steps} steps of the run, got {warmup_steps}; "
+            "lower it as well"
+        )
+
+
+@dataclass(kw_only=True)
+class Config:
+    """All tables of a configuration. Rules that involve several tables are checked here."""
+
+    # Modules of your own that are imported before the tables are checked, such as ["my_package.parts"]
+    # (docs/extending.md).
+    plugins: list[str] = field(default_factory=list)
+    folder: str = "outputs/run"  # Folder that receives everything that the run writes.
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    partition: PartitionConfig = field(default_factory=PartitionConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    router_loss: RouterLoss = field(default_factory=RouterLoss)
+    router_bias: RouterBias = field(default_factory=RouterBias)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+
+    def __post_init__(self) -> None:
+        if self.training.steps is not None:
+            check_warmup(self.lr_scheduler.warmup_steps, self.training.steps)
+        for table, name in PATHS:
+            owner = getattr(self, table) if table else self
+            if isinstance(path := getattr(owner, name), str):
+                setattr(owner, name, os.path.expanduser(path))
+        require(
+            self.lora.quantize == "none" or not self.training.compile,
+            "training.compile",
+            "false with lora.quantize, because compiled graphs would store dequantized weights for the "
+            "backward pass",
+            "true; set it to false",
+        )
+        require(self.folder.strip(), "folder", "a path", repr(self.folder))
+        # ModelConfig cannot check this: the default of the key is ModelConfig(), where both are unset.
+        require(
+            bool(self.model.flavor) != bool(self.model.hf_path),
+            "model",
+            "either flavor (random weights) or hf_path (a local snapshot, with model.flavor=null)",
+            f"flavor = {self.model.flavor}, hf_path = {self.model.hf_path}",
+        )
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Returns the configuration of a TOML file, with overrides applied.
+
+    Args:
+        path: the TOML file, or the name of one in train_configs/, such as ``demo``.
+        overrides: ``table.key=value`` arguments; leading dashes are ignored. Values follow YAML: ``3``,
+            ``1e-4``, ``true``, ``null``, ``[a, b]``. ``model.overrides={}`` removes the file's overrides.
+    Raises:
+        UserError: the file cannot be read, or it or an override contains a wrong key or value.
+    """
+    return load_tables(Config, path, overrides)

@@ -1,0 +1,94 @@
+"""The interface of loggers, and the group of loggers that a run uses.
+
+A logger of your own is a subclass of Logger, which metrics.loggers names, as "my_package.parts:MyLogger".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from titan_tree.config.registry import Registry
+
+
+class Logger:
+    """Base class of loggers. Only rank 0 constructs them.
+
+    Args:
+        folder: the run's folder; it exists and holds config.toml.
+        start_step: number of steps already done, 0 for a new run. A resumed run repeats the steps after its
+            checkpoint, so a logger must replace or ignore its earlier records of these steps.
+        total_steps: number of steps of the whole run.
+    """
+
+    def __init__(self, folder: Path, start_step: int, total_steps: int) -> None:
+        self.folder, self.start_step, self.total_steps = folder, start_step, total_steps
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Records the values of a step, which counts from 1."""
+        raise NotImplementedError
+
+    def sample(self, text: str) -> None:
+        """Records the first sample of a new run, in which the trained tokens are marked."""
+
+    def advance(self, step: int) -> None:
+        """Shows progress. It is called when training starts and after every step, logged or not."""
+
+    def close(self) -> None:
+        """Releases all resources. It is called once, when training ends or fails."""
+
+
+LOGGERS: Registry[type[Logger]] = Registry(
+    "logger",
+    {
+        "console": "titan_tree.run.metrics.builtin_loggers:ConsoleLogger",
+        "csv": "titan_tree.run.metrics.builtin_loggers:CsvLogger",
+        "tensorboard": "titan_tree.run.metrics.builtin_loggers:TensorBoardLogger",
+        "wandb": "titan_tree.run.metrics.wandb:WandbLogger",
+        "mlflow": "titan_tree.run.metrics.mlflow:MlflowLogger",
+    },
+    interface=("log", "advance", "close"),
+)
+
+
+class Loggers(Logger):
+    """Passes every call to the loggers called ``names``. Leaving its ``with`` block closes them.
+
+    Raises:
+        UserError: a logger's package is missing or refuses to start.
+    """
+
+    def __init__(self, names: Sequence[str], folder: Path, start_step: int, total_steps: int) -> None:
+        super().__init__(folder, start_step, total_steps)
+        classes = [LOGGERS[name] for name in names]
+        self.loggers: list[Logger] = [make(folder, start_step, total_steps) for make in classes]
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for logger in self.loggers:
+            logger.log(step, values)
+
+    def sample(self, text: str) -> None:
+        for logger in self.loggers:
+            logger.sample(text)
+
+    def advance(self, step: int) -> None:
+        for logger in self.loggers:
+            logger.advance(step)
+
+    def close(self) -> None:
+        for logger in self.loggers:
+            logger.close()
+
+    def __enter__(self) -> Self:
+        self.advance(self.start_step)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

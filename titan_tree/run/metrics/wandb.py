@@ -1,0 +1,61 @@
+"""Weights & Biases (W&B): values of a run in its web interface. Needs the package wandb.
+
+W&B's own environment variables configure it: WANDB_PROJECT, WANDB_ENTITY, WANDB_NAME, WANDB_MODE=offline, ...
+"""
+
+from __future__ import annotations
+
+import html
+import os
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from titan_tree.errors import UserError
+from titan_tree.run.metrics.loggers import Logger
+
+try:
+    import wandb
+except ImportError as error:
+    raise UserError(
+        f"metrics.loggers: 'wandb' needs the package wandb ({error}): run `pip install wandb`, "
+        "or remove 'wandb' from metrics.loggers"
+    ) from None
+
+
+class WandbLogger(Logger):
+    """Logs to the W&B run whose id is in the folder's file wandb_run_id; a resumed run continues it.
+
+    W&B ignores steps that it already has. A resumed run repeats steps exactly, so no value is lost.
+    """
+
+    def __init__(self, folder: Path, start_step: int, total_steps: int) -> None:
+        super().__init__(folder, start_step, total_steps)
+        id_file, config = folder / "wandb_run_id", folder / "config.toml"
+        resumed = start_step > 0 and id_file.exists()
+        try:
+            self.run = wandb.init(
+                id=id_file.read_text() if resumed else None,
+                resume="allow",
+                dir=folder,
+                project=os.environ.get("WANDB_PROJECT", "titan_tree"),
+                name=os.environ.get("WANDB_NAME", folder.name),
+                config=tomllib.loads(config.read_text()) if config.exists() else {},
+            )
+        except wandb.Error as error:
+            raise UserError(
+                f"metrics.loggers: 'wandb': {' '.join(str(error).split())}; run `wandb login`, "
+                "or set the environment variable WANDB_MODE=offline"
+            ) from None
+        id_file.write_text(self.run.id)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.run.log(dict(values), step=step)
+
+    def sample(self, text: str) -> None:
+        self.run.log({"first_sample": wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)}, step=0)
+
+    def close(self) -> None:
+        # W&B shows a run as failed if an exception closes it.
+        self.run.finish(exit_code=int(sys.exc_info()[0] is not None))
