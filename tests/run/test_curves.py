@@ -1,0 +1,71 @@
+"""The demos' recorded loss curves: a refactoring changes no digit of them.
+
+    python -m tests.run.test_curves     # records them anew, after a change of numbers that is meant
+
+The digits depend on torch and on the instructions of the CPU. Where they are not those of the recording, only
+the first steps are compared, within rounding.
+"""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.cases import for_each
+from tests.support.tiny_run import read_metrics, train
+from titan_tree import load_config
+
+CURVES = Path(__file__).parent / "curves"
+DEMOS = ("demo", "demo_qwen3_5", "demo_qwen3_moe")
+MACHINE = {"torch": torch.__version__.partition("+")[0], "cpu": torch.backends.cpu.get_cpu_capability()}
+
+
+def recorded(name: str) -> list[dict[str, str]]:
+    with (CURVES / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def trained(name: str, folder: Path, *overrides: str) -> list[dict[str, str]]:
+    config = load_config(
+        name, [f"folder={folder}", "metrics.loggers=[csv]", "checkpoint.interval=0", *overrides]
+    )
+    train(config)
+    return read_metrics(config)
+
+
+def assert_same_curve(rows: list[dict[str, str]], expected: list[dict[str, str]]) -> None:
+    if json.loads((CURVES / "machine.json").read_text()) == MACHINE:
+        assert rows == expected[: len(rows)]
+        return
+    for row, other in zip(rows[:5], expected, strict=False):
+        assert row.keys() == other.keys()
+        assert {k: float(v) for k, v in row.items()} == pytest.approx(
+            {k: float(v) for k, v in other.items()}, rel=1e-3
+        )
+
+
+def test_the_first_steps_of_the_demo_are_those_of_the_recorded_curve(tmp_path: Path) -> None:
+    """The warm-up takes five steps, so their learning rates do not depend on the length of the run."""
+    rows = trained("demo", tmp_path, "training.steps=5")
+    assert len(rows) == 5
+    assert_same_curve(rows, recorded("demo"))
+
+
+@pytest.mark.slow
+@for_each("name", DEMOS)
+def test_the_demos_repeat_their_recorded_curves(name: str, tmp_path: Path) -> None:
+    rows = trained(name, tmp_path)
+    assert len(rows) == 80
+    assert_same_curve(rows, recorded(name))
+
+
+if __name__ == "__main__":
+    for name in DEMOS:
+        rows = trained(name, Path("outputs/curves") / name)
+        with (CURVES / f"{name}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    (CURVES / "machine.json").write_text(json.dumps(MACHINE) + "\n")
