@@ -128,14 +128,20 @@ _MOVED = {  # modules of earlier versions -> their successors
     "trainer": "run.trainer",
     "tree.chains": "tree.chunks",
 }
+_GONE = {  # modules without a successor in the package -> what to do instead
+    "bench": "import benchmarks in a clone of the repository; titan_tree.cli.bench has titan-tree bench real",
+}
 
 
 class _MovedModules:
-    """Names the successor of a module that has moved, when an import looks for it."""
+    """Says what became of a module that has moved or is gone, when an import looks for it."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
-        if successor := _MOVED.get(fullname.removeprefix("titan_tree.")):
+        name = fullname.removeprefix("titan_tree.")
+        if successor := _MOVED.get(name):
             raise ModuleNotFoundError(f"{fullname} has moved; import titan_tree.{successor} instead")
+        if instead := _GONE.get(name):
+            raise ModuleNotFoundError(f"{fullname} has left the package; {instead}")
 
 
 sys.meta_path.append(_MovedModules())  # Python asks it only for modules that do not exist

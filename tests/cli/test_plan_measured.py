@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_tree.bench.trees import long_rollouts, random_tree
+from benchmarks.trees import long_rollouts, random_tree
 from titan_tree.cli.plan.layer_trace import LayerTrace
 from titan_tree.cli.plan.memory import GIB, Memory
 from titan_tree.cli.plan.timing import GPUS, Timing, total

@@ -17,7 +17,7 @@ ELSEWHERE = {  # names of other projects
 
 
 def test_files_and_classes_that_pages_name_exist() -> None:
-    folders = ("titan_tree", "tests", "examples", "scripts", "train_configs", "docs")
+    folders = ("titan_tree", "benchmarks", "tests", "examples", "scripts", "train_configs", "docs")
     paths = [
         path for folder in folders for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts
     ]

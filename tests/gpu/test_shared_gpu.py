@@ -7,10 +7,10 @@ from argparse import Namespace
 import pytest
 import torch
 
+from benchmarks.recurrence import rule_inputs, rule_on
+from benchmarks.trees import random_tree
 from tests.support.gpu import HOPPER
 from tests.support.layouts import random_qkv
-from titan_tree.bench.recurrence import rule_inputs, rule_on
-from titan_tree.bench.trees import random_tree
 from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import layouts, ratio
+from benchmarks.steps import process_group
+from benchmarks.timers import Contender, run_rounds, wall_s
+from benchmarks.trees import random_tree
 from tests.support.datasets import REAL_DATA, sample_reader
-from titan_tree.bench import layouts, ratio
-from titan_tree.bench.record import Contender, run_rounds, wall_s
-from titan_tree.bench.steps import process_group
-from titan_tree.bench.trees import random_tree
 from titan_tree.cli.bench import parse
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.packing import leaf_trees
@@ -40,12 +40,12 @@ MODEL = "--layers 8 --max-tokens 66000 --no-compile"  # of the size of Qwen3-0.6
 
 def arguments(bench: str, line: str) -> Namespace:
     """Returns the arguments of a benchmark."""
-    return parse(import_module(f"titan_tree.bench.{bench}"), bench, line.split())
+    return parse(import_module(f"benchmarks.{bench}"), bench, line.split())
 
 
 def run(bench: str, line: str) -> Any:
     """Runs a benchmark and returns its rows."""
-    return import_module(f"titan_tree.bench.{bench}").run(arguments(bench, line))
+    return import_module(f"benchmarks.{bench}").run(arguments(bench, line))
 
 
 def speed_ratio(ours: Callable[[], object], peer: Callable[[], object]) -> float:

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 import titan_tree.rl.__main__ as command
+from benchmarks.__main__ import main as benchmark
+from benchmarks.rl import CheckedRLTrainer
 from tests.support.cases import exhaustive, slow_except
 from tests.support.hf_families import hf_family
 from tests.support.rl_runs import DEMO, TINY, rows, tiny, with_short_turns
 from titan_tree import register_loss, tree_logprobs
-from titan_tree.bench.record import read_csv
-from titan_tree.bench.rl import CheckedRLTrainer
-from titan_tree.cli import main
+from titan_tree.cli.bench.record import read_csv
 from titan_tree.config.toml import dump_config, load_tables
 from titan_tree.data.packing import flat_trees, pack
 from titan_tree.errors import UserError
@@ -232,7 +232,7 @@ def test_the_benchmark_has_rows_of_all_phases(tmp_path: Path) -> None:
         str(tmp_path / "a.csv"),
     ]
     warm_start = ["warm_start.steps=2", "warm_start.interval=2", "warm_start.reward=0"]
-    assert main(["bench", "rl", *arguments, *warm_start]) == 0
+    assert benchmark(["rl", *arguments, *warm_start]) == 0
     rows = read_csv(tmp_path / "a.csv")
     phases = [row["phase"] for row in rows]
     assert phases == ["update", "update", "warm_start", "rl", "rl", "test"]

@@ -46,7 +46,7 @@ def run_page(page: Path) -> Iterator[tuple[Block, str]]:
 
     - python: runs as a script with the argument ``--help``. All blocks share one namespace. A first line
       ``# name.py`` saves the block as a module instead.
-    - bash: ``titan-tree`` runs, but not its benchmarks. It trains only if the page shows the
+    - bash: ``titan-tree`` runs, but no benchmark. It trains only if the page shows the
       output. ``echo`` feeds it. Other commands do not run either, but their files, configuration keys and
       options are checked.
     - toml: must be a valid configuration. A first line ``# name.toml`` saves it for later blocks.
@@ -141,9 +141,9 @@ def _check_command(words: list[str]) -> None:
             patch.setattr(sys, "stdin", io.StringIO(" ".join(arguments[:end]) + "\n"))
             _check_command(arguments[end + 1 :])
     elif program == "titan-tree" and arguments[0] == "bench" and len(arguments) > 1:
-        name, *options = arguments[1:]
-        if not name.startswith("-"):
-            bench.parse(import_module(f"titan_tree.bench.{name}"), name, options)
+        _check_benchmark("titan_tree.cli.bench", *arguments[1:])
+    elif "benchmarks" in arguments:  # of python -m, or of torchrun
+        _check_benchmark("benchmarks", *arguments[arguments.index("benchmarks") + 1 :])
     elif program == "titan-tree" and arguments[0] in ("train", "rl"):
         args = titan_tree.cli.parse(arguments)
         module = "titan_tree.rl" if arguments[0] == "rl" else train.TRAINERS[args.trainer]
@@ -168,6 +168,11 @@ def _check_command(words: list[str]) -> None:
         _check_script(ROOT / arguments[0], arguments[1:])
     elif program.startswith(("./", "scripts/", ".ci/")):
         assert (ROOT / program).exists(), words
+
+
+def _check_benchmark(package: str, name: str, *options: str) -> None:
+    if not name.startswith("-"):
+        bench.parse(import_module(f"{package}.{name}"), name, options)
 
 
 def _train(config: str, overrides: list[str]) -> None:

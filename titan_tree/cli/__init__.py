@@ -11,7 +11,7 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from typing import NoReturn
 
@@ -29,7 +29,7 @@ COMMANDS = {  # name -> summary; a command's module is imported only when it run
     "export": "write the weights of a run as a Hugging Face snapshot, or LoRA as an adapter",
     "chat": "talk to the model of a run, a checkpoint or an export",
     "plan": "estimate the memory and the time of a run before it starts",
-    "bench": "measure speed, memory or quality, beside others and against earlier rows",
+    "bench": "train a configuration on trees and on rows, and compare losses and speed",
     "certify": "compare a training step on trees with every path alone, through transformers",
     "doctor": "check the installation, the machine and a configuration, and say how to fix problems",
 }
@@ -44,7 +44,7 @@ EXAMPLES = """examples:
   titan-tree export outputs/demo exported
   titan-tree chat outputs/demo
   titan-tree plan train_configs/qwen3_8b.toml --gpus 8
-  titan-tree bench ratio --quick
+  titan-tree bench real train_configs/demo.toml --steps 6
   titan-tree certify train_configs/demo.toml
   titan-tree doctor --config train_configs/demo.toml"""
 
@@ -72,14 +72,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     docs/signals.md lists them.
     """
     args = parse(sys.argv[1:] if argv is None else argv)
+    return call("titan-tree", lambda: args.run(args))
+
+
+def call(program: str, command: Callable[[], int | None]) -> int:
+    """Calls a command of ``program``, which errors name, and returns the exit status, see ``main``."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # escape what the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with keyboard_interrupts():
-            status = args.run(args)
+            status = command()
             sys.stdout.flush()
     except UserError as error:
-        print(f"titan-tree: error: {error}", file=sys.stderr)
+        print(f"{program}: error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at exit
@@ -87,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"titan-tree: error: {printable(error.filename)}: {error.strerror}", file=sys.stderr)
+        print(f"{program}: error: {printable(error.filename)}: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -143,7 +143,6 @@ def test_the_process_ignores_signals_that_end_a_run_and_starts_again_after_other
     child.wait()
     assert text() == "a"
     assert process._process is not child
-    assert process.cpu_seconds() > 0
 
 
 def test_an_interrupted_request_leaves_no_answer_behind(process: TemplateProcess):
@@ -172,7 +171,8 @@ PROCESS.request("describe", "a")
 print(PROCESS._process.pid, flush=True)
 
 def report():
-    while PROCESS.cpu_seconds() < 0.3:
+    clock = (~PROCESS._process.pid << 3) | 2  # as clock_getcpuclockid(3) counts
+    while time.clock_gettime(clock) < 0.3:
         time.sleep(0.01)
     print("ready", flush=True)
 

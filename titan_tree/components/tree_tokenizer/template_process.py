@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,12 +84,6 @@ class TemplateProcess:
         with process:
             process.kill()  # does not change the status of a process that is ending
             return process.wait()
-
-    def cpu_seconds(self) -> float:
-        """Returns the CPU time of the running process."""
-        if self._process is None:
-            return 0.0
-        return time.clock_gettime((~self._process.pid << 3) | 2)  # as clock_getcpuclockid(3) counts
 
     def _start(self) -> None:
         self.stop()

@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_tree.bench.record import Contender, Row, device_name, peak_memory, reset_peak_memory, run_rounds
-from titan_tree.bench.steps import optimizer_update, process_group, training_model, training_step
+from benchmarks import steps
+from benchmarks.timers import Contender, add_rounds, peak_memory, reset_peak_memory, run_rounds
+from titan_tree.cli.bench.record import Row, device_name
 from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.data.packing import leaf_trees, pack
 from titan_tree.distributed import titan
@@ -26,18 +28,20 @@ from titan_tree.distributed.settings import OptimizerConfig
 from titan_tree.engine.step_io import StepInput
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.models.pretrained import build_model
-from titan_tree.models.settings import MODELS, ModelConfig
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.run.settings import TrainingConfig
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree, TreeStats
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLUMNS = (
     "model", "case", "POR", "N_leaf", "N_tree", "tokens x", "operations x", "tree s", "rows s", "speed-up",
     "of operations", "loss difference",
 )  # fmt: skip
 QUICK = ("--rounds", "1", "--max-tokens", "1024", "--no-compile")
+TREE_TRAINING = {"Tree Training v2": 5.7, "Tree Training v4": 8.7}  # reported speed-ups at a POR of 0.92
 Update = Callable[[TreeStep, StepInput], tuple[float, float, float]]
 
 
@@ -53,18 +57,13 @@ class Case:
 
 def add_arguments(parser: argparse.ArgumentParser, max_tokens: int | list[int] = 32_768) -> None:
     """Declares the arguments that ``compare`` reads. With a list as ``max_tokens``, several are allowed."""
+    steps.add_model_arguments(parser, "0.6B")
+    add_rounds(parser)
     add = parser.add_argument
-    add("--model", default="qwen3", choices=list(MODELS), help="model family (default: %(default)s)")
-    add("--flavor", default="0.6B", help="size of the model, as in model.flavor (default: %(default)s)")
-    add("--layers", type=int, help="keep only the first layers (default: all)")
     add("--attention", default="auto", help="backend, as in model.attention (default: auto)")
     several = "+" if isinstance(max_tokens, list) else None
     help = "most tokens of a forward pass; trees and rows are packed up to it (default: %(default)s)"
     add("--max-tokens", type=int, nargs=several, default=max_tokens, help=help)
-    help = "which activations the backward pass recomputes (default: %(default)s)"
-    add("--activation-checkpoint", choices=["none", "selective", "full"], default="none", help=help)
-    add("--no-compile", action="store_true", help="run the layers without torch.compile")
-    add("--rounds", type=int, default=3, help="timed steps of each layout, in turn (default: %(default)s)")
 
 
 def compare(cases: Iterable[Case], args: argparse.Namespace, rows_attention: str = "") -> Iterator[Row]:
@@ -74,12 +73,14 @@ def compare(cases: Iterable[Case], args: argparse.Namespace, rows_attention: str
         args: see ``add_arguments``.
         rows_attention: the attention backend of the baseline, which is then a model of its own.
     """
-    with process_group() as (mesh, device):
+    with steps.process_group() as (mesh, device):
         model = build(args, args.attention, mesh)
         models = {"tree": model, "rows": build(args, rows_attention, mesh) if rows_attention else model}
-        updates = {layout: optimizer_update(each, OptimizerConfig(lr=0.0)) for layout, each in models.items()}
+        updates = {
+            layout: steps.optimizer_update(each, OptimizerConfig(lr=0.0)) for layout, each in models.items()
+        }
         for each in set(models.values()):
-            training_step(each, device).warm_up(args.max_tokens)
+            steps.training_step(each, device).warm_up(args.max_tokens)
         for case in cases:
             row = {"model": model_name(args)} | measure(case, models, updates, args, device)
             print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
@@ -100,10 +101,18 @@ def vocab_size(args: argparse.Namespace) -> int:
 
 def build(args: argparse.Namespace, attention: str, mesh: DeviceMesh) -> TreeModel:
     """Returns the trainer's model for these arguments, with random weights."""
-    overrides = {"num_hidden_layers": args.layers} if args.layers else {}
-    config = ModelConfig(name=args.model, flavor=args.flavor, attention=attention, overrides=overrides)
-    training = TrainingConfig(compile=not args.no_compile, activation_checkpoint=args.activation_checkpoint)
-    return training_model(config, training, mesh)
+    return steps.training_model(steps.model_config(args, attention), steps.training_config(args), mesh)
+
+
+def speed_up(tree_s: float, rows_s: float, bound: float) -> Row:
+    """Returns the columns that compare both layouts. ``bound`` is the ratio of their operations."""
+    return {
+        "operations x": round(bound, 2),
+        "tree s": round(tree_s, 3),
+        "rows s": round(rows_s, 3),
+        "speed-up": round(rows_s / tree_s, 2),
+        "of operations": round(rows_s / tree_s / bound, 3),
+    }
 
 
 def measure(
@@ -122,19 +131,20 @@ def measure(
         "rows": pack([row for paths in case.groups for row in leaf_trees(paths)], max_tokens),
     }
     costs = models["tree"].costs()
-    operations, steps, prepared = {}, {}, {}
+    operations, tree_steps, prepared = {}, {}, {}
     for layout, batches in micro_batches.items():
         flops = (costs.training_flops(TreeBatch.from_trees(batch, edges="loss")) for batch in batches)
         operations[layout] = sum(flops)
-        steps[layout] = training_step(models[layout], device, partitioner if layout == "tree" else None)
-        prepared[layout] = steps[layout].prepare(batches)
+        own = partitioner if layout == "tree" else None
+        tree_steps[layout] = steps.training_step(models[layout], device, own)
+        prepared[layout] = tree_steps[layout].prepare(batches)
     peaks, losses = {}, {}
 
     def step(layout: str) -> Iterator[dict[str, float]]:
         reset_peak_memory(device)
         started = time.perf_counter()
         update = updates[layout]
-        losses[layout], _, optimizer_s = update(steps[layout], prepared[layout])  # waits for the device
+        losses[layout], _, optimizer_s = update(tree_steps[layout], prepared[layout])  # waits for the device
         seconds = time.perf_counter() - started
         yield {"seconds": seconds, "optimizer share": optimizer_s / seconds}
         peaks[layout] = peak_memory(device)
@@ -145,7 +155,6 @@ def measure(
     tree_s, rows_s = (contenders[layout].median("seconds") for layout in contenders)
     stats = TreeStats.total([tree.stats for tree in trees])
     executed = prepared["tree"].counts.executed_tokens
-    bound = operations["rows"] / operations["tree"]
     row: Row = {
         "case": case.name,
         "trees": len(trees),
@@ -155,11 +164,7 @@ def measure(
         "N_part": executed,
         "forwards": prepared["tree"].counts.forwards,
         "tokens x": round(stats.n_leaf / stats.n_tree, 2),
-        "operations x": round(bound, 2),
-        "tree s": round(tree_s, 3),
-        "rows s": round(rows_s, 3),
-        "speed-up": round(rows_s / tree_s, 2),
-        "of operations": round(rows_s / tree_s / bound, 3),
+        **speed_up(tree_s, rows_s, operations["rows"] / operations["tree"]),
         "loss difference": f"{abs(losses['tree'] - losses['rows']) / abs(losses['rows']):.1e}",
         "tree optimizer share": round(contenders["tree"].median("optimizer share"), 3),
     }
@@ -169,3 +174,18 @@ def measure(
         row["rows MFU"] = round(operations["rows"] / rows_s / peak_rate, 3)
         row |= {f"{layout} GiB": round(peaks[layout] / 2**30, 1) for layout in peaks}
     return row
+
+
+def draw_speed_ups(rows: Sequence[Mapping[str, str]], figure: Figure, x: str) -> Any:
+    """Draws the speed-up, and dotted the ratio of operations, against a column; returns the axes."""
+    figure.set_size_inches(7, 4.5)
+    axes = figure.subplots()
+    for color, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
+        chosen = sorted((row for row in rows if row["model"] == model), key=lambda row: float(row[x]))
+        for y, style, label in (("speed-up", "o-", model), ("operations x", ":", None)):
+            points = ([float(row[name]) for row in chosen] for name in (x, y))
+            axes.plot(*points, style, color=f"C{color}", label=label)
+    axes.set_ylabel("speed-up of a whole step")
+    axes.grid(alpha=0.3)
+    axes.set_title(f"Trees beside one packed row per leaf path, {rows[0]['device']}", fontsize=10)
+    return axes

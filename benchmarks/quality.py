@@ -1,7 +1,7 @@
 """Trains on all paths of each tree, and on the longest one alone, and compares what the models can do.
 
-titan-tree bench quality                                                  # on one GPU, some minutes
-titan-tree bench quality --environment desk --hidden-size 128 --layers 2 --steps 300 --groups 16 \\
+python -m benchmarks quality                                                  # on one GPU, some minutes
+python -m benchmarks quality --environment desk --hidden-size 128 --layers 2 --steps 300 --groups 16 \\
     --train-tasks 512 --max-tokens 512 --lr 3e-3                          # on a CPU
 
 This asks the question of Tree Training (arXiv:2511.00413, section 4.7) about a task that a small model learns
@@ -35,7 +35,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from titan_tree.bench.record import Row, default_device, wall_s
+from benchmarks.timers import wall_s
+from titan_tree.cli.bench.record import Row, default_device
 from titan_tree.components.tree_loss.settings import LossConfig
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.settings import DataConfig, ValidationConfig

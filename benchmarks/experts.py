@@ -1,7 +1,7 @@
 """Times a layer of experts beside transformers' and torchtitan's layers, and sharded over all GPUs.
 
-titan-tree bench experts                                                    # on a GPU
-torchrun --nproc-per-node 2 -m titan_tree.cli bench experts                 # experts sharded over 2 GPUs
+python -m benchmarks experts                                                    # on a GPU
+torchrun --nproc-per-node 2 -m benchmarks experts                 # experts sharded over 2 GPUs
 
 The layer has a router, experts and their weighted sum; by default in the shape of Qwen3-30B-A3B. Every GPU
 has its own tokens. All contenders have the same weights, are compiled, run in bf16, and take turns in one
@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from titan_tree.bench.record import Contender, Row, add_rounds, device_name, run_rounds, synchronize, wall_s
-from titan_tree.bench.steps import process_group
+from benchmarks.steps import process_group
+from benchmarks.timers import Contender, add_rounds, benchmark, synchronize, time_ms
+from titan_tree.cli.bench.record import Row, device_name
 from titan_tree.components.moe.layer import Experts, MoE
 from titan_tree.distributed import titan
 from titan_tree.distributed.experts.sharded_experts import ShardedExperts
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> list[Row]:
             "tokens": args.tokens,
         }
         layers = make_layers(args, device)
-        rows = [setting | row for routing in args.routing for row in benchmark(args, layers, routing, device)]
+        rows = [setting | row for routing in args.routing for row in measure(args, layers, routing, device)]
         return rows if dist.get_rank() == 0 else []
 
 
@@ -164,7 +165,7 @@ def shard(layer: MoE) -> MoE:
     return sharded
 
 
-def benchmark(
+def measure(
     args: argparse.Namespace, layers: dict[str, nn.Module], routing: str, device: torch.device
 ) -> list[Row]:
     """Returns one row per layer."""
@@ -183,35 +184,35 @@ def benchmark(
 
     outputs = {name: run().detach().float() for name, run in runs.items()}
 
-    def measure(name: str) -> list[dict[str, float]]:
+    def times(name: str) -> list[dict[str, float]]:
         with torch.no_grad():
             forward_ms = time_ms(runs[name], args.repeat)
         return [{"forward": forward_ms, "both": time_ms(partial(step, name), args.repeat)}]
 
-    contenders = [Contender(name, partial(measure, name)) for name in layers]
-    run_rounds(contenders, args.rounds)
+    contenders = {name: Contender(name, partial(times, name)) for name in layers}
     flops = 3 * 2 * args.tokens * args.top_k * 3 * args.hidden * args.intermediate
-    want = next(iter(outputs.values()))
-    theirs = slowest(next(each.median("both") for each in contenders if each.name == "transformers"))
+    first, want = next(iter(outputs.items()))
     peak = titan.peak_flops(device_name(device)) if device.type == "cuda" else 0.0
-    rows: list[Row] = []
-    for i, contender in enumerate(contenders):
+
+    def row(contender: Contender) -> Row:
         got, both = outputs[contender.name], slowest(contender.median("both"))
+        is_sharded = contender.name == first
         tflops = flops / both / 1e9
-        exposed = 0.0 if i else slowest(exposed_ms(partial(step, contender.name), args.repeat))
-        rows.append({
+        exposed = slowest(exposed_ms(partial(step, first), args.repeat)) if is_sharded else 0.0
+        return {
             "what": contender.name,
             "routing": routing,
             "forward_ms": round(slowest(contender.median("forward")), 3),
             "forward_backward_ms": round(both, 3),
             "tflops": round(tflops, 1),
             "peak_share": round(1e12 * tflops / peak, 3) if peak else None,
-            "x transformers": round(theirs / both, 3),
+            "x transformers": round(slowest(contenders["transformers"].median("both")) / both, 3),
             "exposed_ms": round(exposed, 3),
-            "rows_sent": 0 if i else round(rows_sent(expert, args.experts), 2),
+            "rows_sent": round(rows_sent(expert, args.experts), 2) if is_sharded else 0,
             "difference": f"{((got - want).norm() / want.norm()).item():.1e}",
-        })  # fmt: skip
-    return rows
+        }
+
+    return benchmark(list(contenders.values()), args.rounds, row)
 
 
 def forward(layer: Callable[..., tuple[Tensor, ...]], x: Tensor, num_paths: Tensor | None) -> Tensor:
@@ -245,18 +246,6 @@ def rows_sent(expert: Tensor, num_experts: int) -> float:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     ranks = expert // (num_experts // num_ranks)
     return sum((ranks == other).any(1).float().mean().item() for other in range(num_ranks) if other != rank)
-
-
-def time_ms(function: Callable[[], object], repeat: int) -> float:
-    """Returns the milliseconds of a call, the mean of ``repeat`` calls. All ranks make the same calls."""
-    function()
-    dist.barrier()
-
-    def calls() -> None:
-        for _ in range(repeat):
-            function()
-
-    return 1e3 * wall_s(calls) / repeat
 
 
 def exposed_ms(function: Callable[[], object], repeat: int) -> float:

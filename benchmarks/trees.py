@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
+VOCABULARY = 151_936  # token ids in random trees: the vocabulary size of Qwen3
 # The default number of tokens of each shape; the table above gives the nodes for it.
 SHAPES = {
     "chain": 32_768,
@@ -153,16 +155,39 @@ def leaves(nodes: Nodes) -> list[int]:
     return sorted(set(range(len(nodes))) - {parent for parent, _ in nodes})
 
 
-def flat_sample(tree: TokenTree, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the lengths of the paths that flat training computes, and a sample of them to measure.
+class PathSample(NamedTuple):
+    """Some of the paths that flat training computes, to measure them instead of all.
 
-    Paths that are prefixes of other paths are left out. The sample is random, has at most ``max_tokens``
-    tokens and at least one path.
+    Attributes:
+        lengths: their tokens.
+        scale: the work of all paths over theirs.
+        note: how many paths there are, for tables.
+    """
+
+    lengths: np.ndarray
+    scale: float
+    note: str
+
+
+def path_sample(
+    tree: TokenTree, max_tokens: int, work: Callable[[np.ndarray], np.ndarray] = lambda length: length
+) -> PathSample:
+    """Returns a random sample of a tree's paths. Paths that are prefixes of other paths are left out.
+
+    Args:
+        tree: the tree.
+        max_tokens: the most tokens of the sample, which has at least one path.
+        work: the work of paths, from their lengths.
     """
     is_leaf = tree.node_offsets[1:] == tree.node_subtree_end
     lengths = np.diff(tree.path_offsets)[is_leaf[tree.path_node]]
     np.random.default_rng(0).shuffle(lengths)
-    return lengths, lengths[: max(1, int((lengths.cumsum() <= max_tokens).sum()))]
+    sample = lengths[: max(1, int((lengths.cumsum() <= max_tokens).sum()))]
+    scale = float(work(lengths).sum() / work(sample).sum())
+    note = f"{len(lengths)} paths, {lengths.sum():,} tokens"
+    if len(sample) < len(lengths):
+        note += f"; timed on {len(sample)} of them, x {scale:.2f}"
+    return PathSample(sample, scale, note)
 
 
 def with_tokens(nodes: Nodes, ends: Sequence[int], vocab_size: int, seed: int = 0) -> TokenTree:

@@ -1,8 +1,8 @@
-"""Tests the sizes of the tensors that `titan-tree bench memory` reports."""
+"""Tests the sizes of the tensors that `python -m benchmarks memory` reports."""
 
 import torch
 
-from titan_tree.bench.memory import tensor_bytes
+from benchmarks.memory import tensor_bytes
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

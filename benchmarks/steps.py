@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_tree.cli.bench.record import Row
 from titan_tree.components.lora import LoRA
 from titan_tree.components.tree_loss.loss import TreeLoss
 from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
@@ -23,12 +26,58 @@ from titan_tree.engine.step_io import StepInput
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.models.lora.adapters import init_lora
 from titan_tree.models.pretrained import build_model
-from titan_tree.models.settings import LoRAConfig, ModelConfig
+from titan_tree.models.settings import MODELS, LoRAConfig, ModelConfig
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.run.model_setup import build_parallel_model
 from titan_tree.run.settings import TrainingConfig
 
 OPTIMIZER = OptimizerConfig()  # of all timed training steps
+
+
+def add_model_arguments(
+    parser: argparse.ArgumentParser,
+    flavor: str,
+    checkpointing: str = "none",
+    modes: Sequence[str] = ("none", "selective", "full"),
+) -> None:
+    """Declares the arguments that ``model_setting``, ``model_config`` and ``training_config`` read.
+
+    Args:
+        parser: the parser of a benchmark.
+        flavor: the default size of the model.
+        checkpointing: the default of --activation-checkpoint.
+        modes: its valid values.
+    """
+    add = parser.add_argument
+    add("--model", default="qwen3", choices=list(MODELS), help="model family (default: %(default)s)")
+    add("--flavor", default=flavor, help="size of the model, as in model.flavor (default: %(default)s)")
+    add("--layers", type=int, help="keep only the first layers (default: all)")
+    help = "which activations the backward pass recomputes (default: %(default)s)"
+    add("--activation-checkpoint", choices=modes, default=checkpointing, help=help)
+    add("--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile the layers")
+
+
+def model_setting(args: argparse.Namespace) -> Row:
+    """Returns the columns that name the model and how it is checkpointed."""
+    return {
+        "model": args.model,
+        "flavor": args.flavor,
+        "layers": args.layers or "all",
+        "activation_checkpoint": args.activation_checkpoint,
+    }
+
+
+def model_config(args: argparse.Namespace, attention: str = "auto", **values: Any) -> ModelConfig:
+    """Returns the model that the arguments name."""
+    overrides = {"num_hidden_layers": args.layers} if args.layers else {}
+    return ModelConfig(
+        name=args.model, flavor=args.flavor, attention=attention, overrides=overrides, **values
+    )
+
+
+def training_config(args: argparse.Namespace, **values: Any) -> TrainingConfig:
+    """Returns how the arguments compile and checkpoint the model."""
+    return TrainingConfig(compile=args.compile, activation_checkpoint=args.activation_checkpoint, **values)
 
 
 @contextmanager

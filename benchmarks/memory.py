@@ -1,6 +1,6 @@
 """Measures time and memory of trees that are larger than memory, against one pass over a tree that fits.
 
-titan-tree bench memory --steps 1 --run redundancy_free wider greedy recompute     # Qwen3-0.6B
+python -m benchmarks memory --steps 1 --run redundancy_free wider greedy recompute     # Qwen3-0.6B
 
 A generated tree (trees.long_rollouts) of ``--tokens`` distinct tokens, with paths of at most ``--longest``
 tokens, runs forward and backward, without an optimizer, in each of the ways named by --run:
@@ -22,10 +22,7 @@ a path. "mallocs" count how often the caching allocator had to call the driver d
 call delays the step. tok/s count distinct tokens. TFLOP/s count the model's operations on distinct tokens, so
 repeated tokens do not count. "again" are tokens whose forward pass is recomputed.
 
-``--train 20`` trains for that many steps with AdamW instead. "GiB" is then the peak of all memory, and "bytes
-after" what is allocated after the step. Before that it shows that a twentieth of the tree fits in one pass
-and a tenth does not. ``--memory-gb`` limits the GPU's memory for this. The picture has speed and memory of
-the runs.
+The picture has speed and memory of the runs.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -41,22 +38,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from titan_tree.bench.record import Row, peak_memory, reset_peak_memory
-from titan_tree.bench.steps import optimizer_update, process_group, training_model, training_step
-from titan_tree.bench.trees import long_rollouts, random_tree
+from benchmarks import steps
+from benchmarks.timers import peak_memory, reset_peak_memory
+from benchmarks.trees import long_rollouts, random_tree
+from titan_tree.cli.bench.record import Row
 from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.engine.activations import Activations, Policy
-from titan_tree.errors import UserError
-from titan_tree.models.settings import MODELS, ModelConfig
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.run.settings import TrainingConfig
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.token_tree import TokenTree
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-KEYS = ("model", "flavor", "activation_checkpoint", "run", "distinct")
+KEYS = ("model", "flavor", "layers", "activation_checkpoint", "run", "distinct")
 RATIOS = ("TFLOP/s x",)
 QUICK = (
     "--flavor", "debug", "--tokens", "256", "--longest", "64", "--fits", "128", "--max-tokens", "32",
@@ -87,9 +82,8 @@ class Run:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    steps.add_model_arguments(parser, "0.6B")
     add = parser.add_argument
-    add("--model", default="qwen3", choices=list(MODELS))
-    add("--flavor", default="0.6B", help="size of the model (default: %(default)s)")
     add("--tokens", type=int, default=1_000_000, help="distinct tokens of the tree (default: %(default)s)")
     add("--longest", type=int, default=32_768, help="tokens of the longest path (default: %(default)s)")
     add("--fits", type=int, default=65_536, help="tokens that fit in one pass (default: %(default)s)")
@@ -98,27 +92,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--wider", type=int, default=34_000, help="tokens of a chain in run wider (default: %(default)s)")
     add("--run", nargs="*", choices=RUNS, default=RUNS)
     add("--device-gb", type=float, default=20, help="gigabytes for activations in run budget (default: 20)")
-    add("--compile", action=argparse.BooleanOptionalAction, default=True)
-    add("--activation-checkpoint", choices=["none", "selective", "full"], default="none")
     add("--steps", type=int, default=2, help="timed steps (default: %(default)s)")
-    add("--train", type=int, default=0, help="train for so many steps instead (default: %(default)s)")
-    add("--memory-gb", type=float, help="with --train: gigabytes of the GPU to use (default: all)")
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """Returns a row per reference and run, or per training step."""
-    with process_group() as (mesh, device):
-        setting: Row = {
-            "model": args.model,
-            "flavor": args.flavor,
-            "activation_checkpoint": args.activation_checkpoint,
-        }
-        training = TrainingConfig(compile=args.compile, activation_checkpoint=args.activation_checkpoint)
-        model = training_model(ModelConfig(name=args.model, flavor=args.flavor), training, mesh)
+    """Returns a row per reference and run."""
+    with steps.process_group() as (mesh, device):
+        model = steps.training_model(steps.model_config(args), steps.training_config(args), mesh)
         tree = long_rollouts(args.tokens, args.longest, model.config.vocab_size)
         print(f"{args.model} {args.flavor}, {tree.stats}", flush=True)
-        measure = train if args.train else compare
-        return [setting | row for row in measure(model, tree, args, device)]
+        return [steps.model_setting(args) | row for row in compare(model, tree, args, device)]
 
 
 def compare(model: TreeModel, tree: TokenTree, args: argparse.Namespace, device: torch.device) -> list[Row]:
@@ -166,7 +149,7 @@ def make_runs(model: TreeModel, tree: TokenTree, args: argparse.Namespace) -> li
 def measure(run: Run, model: TreeModel, args: argparse.Namespace, device: torch.device) -> Row:
     """Returns the row of one run: medians over ``args.steps`` steps after one step to warm up."""
     activations = Activations(device, run.policy, run.device_bytes)
-    step = training_step(model, device, run.partitioner, activations)
+    step = steps.training_step(model, device, run.partitioner, activations)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -230,39 +213,6 @@ def tensor_bytes(value: object) -> int:
     return 0 if isinstance(value, str) else sum(map(tensor_bytes, value))
 
 
-def train(model: TreeModel, tree: TokenTree, args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """Trains on a tree that is twenty times larger than what fits. Yields a row per step."""
-    update = optimizer_update(model)
-    if args.memory_gb:
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(1e9 * args.memory_gb / total)
-    for share in (20, 10):
-        part = long_rollouts(args.tokens // share, args.longest, model.config.vocab_size)
-        step = training_step(model, device)
-        row: Row = {"run": "one pass", "distinct": len(part)}
-        try:
-            loss, norm, _ = update(step, step.prepare([[part]]))
-            yield row | {"loss": round(loss, 4), "norm": round(norm, 3)}
-        except UserError as error:
-            yield row | {"note": str(error)}
-    partitioner = TreePartitioner("redundancy_free", args.max_tokens, args.max_chain_tokens)
-    step = training_step(model, device, partitioner)
-    prepared = step.prepare([[tree]])
-    for number in range(1, args.train + 1):
-        reset_peak_memory(device)
-        started = time.perf_counter()
-        loss, norm, _ = update(step, prepared)
-        yield {
-            "run": f"step {number}",
-            "distinct": len(tree),
-            "s": round(time.perf_counter() - started, 2),
-            "GiB": round(peak_memory(device) / 2**30, 2),
-            "bytes after": allocated(device),
-            "loss": round(loss, 4),
-            "norm": round(norm, 3),
-        }
-
-
 def allocated(device: torch.device) -> int:
     """Returns the bytes allocated now; 0 on a CPU."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
@@ -278,9 +228,6 @@ def draw(rows: Sequence[Mapping[str, str]], figure: Figure) -> None:
     """Draws speed and memory of trees that are larger than memory; the newest rows of a file."""
     if "code" in rows[0]:
         rows = [row for row in rows if row["code"] == rows[-1]["code"]]
-    rows = [row for row in rows if row.get("TFLOP/s")]  # without those of --train
-    if not rows:
-        return
     path, fits = float(rows[0]["GiB"]) or 1.0, float(rows[1]["TFLOP/s"]) or 1.0
     labels = [f"{row['run']}\n{int(row['distinct']):,} tokens" for row in rows]
     figure.set_size_inches(11, 0.5 * len(rows) + 1.2)

@@ -1,36 +1,23 @@
-"""What all benchmarks share: the environment of a measurement, timers, rounds, tables and CSV files."""
+"""What all benchmarks record: the environment of a measurement, tables, CSV files, and ratios that fell."""
 
 from __future__ import annotations
 
-import argparse
 import csv
 import importlib.metadata
-import os
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 
 import torch
 import triton
 
-from titan_tree.components.tree_tokenizer.template_process import PROCESS
 from titan_tree.errors import UserError
 
-VOCABULARY = 151_936  # token ids in random trees: the vocabulary size of Qwen3
 Row = dict[str, object]  # one row of a table and of a CSV file
 
 
 # The environment.
-
-
-def cpu_seconds() -> float:
-    """Returns the CPU time of this process, of its ended children, and of the process of chat templates."""
-    times = os.times()
-    own = time.process_time() + times.children_user + times.children_system
-    return own + PROCESS.cpu_seconds()
 
 
 def default_device() -> torch.device:
@@ -93,95 +80,6 @@ def commit() -> str:
         return "unknown"
 
 
-# Timers.
-
-
-@dataclass
-class Contender:
-    """One of several things that a benchmark times side by side.
-
-    Attributes:
-        name: its label in tables.
-        measure: takes one measurement or several of them; each maps names to numbers.
-        scale: factor from what is measured to the whole, for contenders that measure a sample of the work.
-        note: a remark for tables.
-        samples: all measurements so far, by name, not scaled.
-    """
-
-    name: str
-    measure: Callable[[], Iterable[dict[str, float]]]
-    scale: float = 1.0
-    note: str = ""
-    samples: dict[str, list[float]] = field(default_factory=dict)
-
-    def median(self, name: str) -> float:
-        """Returns the median of all measurements of ``name``, times ``scale``."""
-        return self.scale * median(self.samples[name])
-
-
-def run_rounds(contenders: Sequence[Contender], rounds: int) -> None:
-    """Measures all contenders in turn, ``rounds`` times, so that clock changes affect all equally."""
-    for _ in range(rounds):
-        for contender in contenders:
-            for sample in contender.measure():
-                for name, value in sample.items():
-                    contender.samples.setdefault(name, []).append(value)
-
-
-def add_rounds(parser: argparse.ArgumentParser, rounds: int = 3) -> None:
-    """Declares ``--rounds``, the rounds of ``run_rounds``."""
-    help = "measurements of each contender, in turn (default: %(default)s)"
-    parser.add_argument("--rounds", type=int, default=rounds, help=help)
-
-
-def time_ms(function: Callable[[], object]) -> float:
-    """Returns the median milliseconds of a call, without the first one, which compiles.
-
-    On a GPU calls are repeated for 100 ms. On a CPU three calls show that the benchmark runs, no more.
-    """
-    function()
-    if torch.cuda.is_available():
-        return triton.testing.do_bench(function, warmup=20, rep=100, return_mode="median")
-    return median(1e3 * wall_s(function) for _ in range(3))
-
-
-def replay_ms(function: Callable[[], object]) -> float:
-    """Returns the median milliseconds of a call in replays of a CUDA graph, so that the host does not count.
-
-    The calls before the capture compile and tune. Caches are not flushed. On a CPU, this is ``time_ms``.
-    """
-    if not torch.cuda.is_available():
-        return time_ms(function)
-    synchronize()  # the calls run on streams that do not wait for the one that made their inputs
-    return triton.testing.do_bench_cudagraph(function, rep=100, return_mode="median")
-
-
-def wall_s(function: Callable[[], object]) -> float:
-    """Returns the seconds of one call on the host's clock. Waits for the GPU before and after the call."""
-    synchronize()
-    started = time.perf_counter()
-    function()
-    synchronize()
-    return time.perf_counter() - started
-
-
-def synchronize() -> None:
-    """Waits until the GPU, if there is one, has finished all work."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """Starts a new measurement of ``peak_memory``."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_memory(device: torch.device) -> int:
-    """Returns the largest number of bytes that tensors took since the reset. Returns 0 on a CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-
-
 # Tables and files.
 
 
@@ -207,21 +105,21 @@ def read_csv(path: Path) -> list[Row]:
         with path.open(newline="") as file:
             return [dict(row) for row in csv.DictReader(file)]
     except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path}: expected a CSV file of titan-tree bench, but {error}") from None
+        raise UserError(f"{path}: expected a CSV file of a benchmark, but {error}") from None
 
 
-def read_rows(path: Path, bench: str) -> list[Row]:
-    """Returns the rows that the benchmark ``bench`` wrote to a CSV file.
+def read_rows(path: Path, program: str) -> list[Row]:
+    """Returns the rows that a benchmark wrote to a CSV file. Its name is the last word of ``program``.
 
     Raises:
         UserError: the file is missing or empty, or another benchmark wrote rows of it.
     """
     if not path.is_file():
-        raise UserError(f"{path}: expected a CSV file of titan-tree bench {bench}, found none")
+        raise UserError(f"{path}: expected a CSV file of {program}, found none")
     rows = read_csv(path)
-    if (found := {str(row.get("bench") or "unknown") for row in rows}) != {bench}:
+    if (found := {str(row.get("bench") or "unknown") for row in rows}) != {program.split()[-1]}:
         raise UserError(
-            f"{path}: expected rows of titan-tree bench {bench}, whose column bench says so, found rows of "
+            f"{path}: expected rows of {program}, whose column bench says so, found rows of "
             f"{', '.join(sorted(found)) or 'none'}; choose a file of this benchmark"
         )
     return rows

@@ -27,13 +27,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_tree.bench.record import Row
+from titan_tree.cli.bench.record import Row
 from titan_tree.data.packing import BASELINES
 from titan_tree.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MAY_BE_ZERO = ("warmup",)
 KEYS = ("case", "baseline", "step")
 RATIOS = ("of operations",)
 COLUMNS = (

@@ -1,8 +1,8 @@
 """How each strategy cuts real trees: executed tokens, ERR and forward passes; with --seconds, its speed.
 
-titan-tree bench partition rollouts.jsonl.gz --tokenizer qwen.tiktoken.gz             # on a CPU
-titan-tree bench partition rollouts.jsonl.gz --tokenizer qwen.tiktoken.gz --seconds --trees 8
-titan-tree bench partition demo --seconds --trees 8
+python -m benchmarks partition rollouts.jsonl.gz --tokenizer qwen.tiktoken.gz             # on a CPU
+python -m benchmarks partition rollouts.jsonl.gz --tokenizer qwen.tiktoken.gz --seconds --trees 8
+python -m benchmarks partition demo --seconds --trees 8
 
 Each group of samples is one tree, and every assistant turn is a sample. Strategies that run whole paths
 refuse a tree with a path longer than max_tokens. multi_path also refuses a tree with too many leaves. The
@@ -10,7 +10,7 @@ strategy none counts as refusing a tree of more than max_tokens tokens. The colu
 trees a strategy accepted; all other columns count these trees only.
 
 ERR is 1 - N_part / N_leaf, where N_leaf counts one row per leaf path. --seconds times whole steps on these
-trees beside steps on one row per leaf path, see the columns of bench por. A row that is longer than
+trees beside steps on one row per leaf path, see the columns of por. A row that is longer than
 max_tokens runs in a forward pass of its own. The table is that of Tree Training (arXiv:2511.00413), figure 5,
 and of its runs with limited memory.
 """
@@ -20,8 +20,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from titan_tree.bench import layouts
-from titan_tree.bench.record import Row
+from benchmarks import layouts
+from titan_tree.cli.bench.record import Row
 from titan_tree.components.tree_partitioner import PARTITION_STRATEGIES
 from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.components.tree_tokenizer import TreeTokenizer

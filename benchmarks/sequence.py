@@ -1,7 +1,7 @@
 """Times a step on one large tree: one GPU alone against all GPUs of torchrun, which share its tokens.
 
-torchrun --nproc-per-node 2 -m titan_tree.cli bench sequence --layers 8
-torchrun --nproc-per-node 2 -m titan_tree.cli bench sequence --model qwen3_5 --flavor 9B --layers 8
+torchrun --nproc-per-node 2 -m benchmarks sequence --layers 8
+torchrun --nproc-per-node 2 -m benchmarks sequence --model qwen3_5 --flavor 9B --layers 8
 
 Both run in the same processes, one after the other, with the same random weights and tokens. A step consists
 of forward and backward passes, gradient clipping and AdamW. Alone, every GPU trains the whole tree,
@@ -19,49 +19,34 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titan_tree.bench.record import (
-    Contender,
-    Row,
-    add_rounds,
-    peak_memory,
-    reset_peak_memory,
-    run_rounds,
-    wall_s,
-)
-from titan_tree.bench.steps import optimizer_update, process_group, training_step
-from titan_tree.bench.trees import SHAPES, random_tree
+from benchmarks import steps
+from benchmarks.timers import Contender, add_rounds, peak_memory, reset_peak_memory, run_rounds, wall_s
+from benchmarks.trees import SHAPES, random_tree
+from titan_tree.cli.bench.record import Row
 from titan_tree.distributed.collectives import all_reduce_max
 from titan_tree.distributed.settings import ParallelConfig
 from titan_tree.engine.step_io import StepInput
-from titan_tree.models.settings import MODELS, ModelConfig
 from titan_tree.run.model_setup import build_parallel_model
-from titan_tree.run.settings import TrainingConfig
 from titan_tree.tree.batch import TreeBatch
 
 KEYS = ("model", "flavor", "layers", "tokens", "activation_checkpoint", "tree", "gpus")
 RATIOS = ("speedup",)
-QUICK = ("--flavor", "debug", "--tokens", "64", "--tree", "bushy", "--rounds", "1")
+QUICK = ("--flavor", "debug", "--tokens", "64", "--tree", "bushy", "--rounds", "1", "--no-compile")
 COLUMNS = ("tree", "gpus", "s", "tokens/s", "TFLOP/s/GPU", "speedup", "GiB")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_rounds(parser)
+    steps.add_model_arguments(parser, "8B", checkpointing="full")
     add = parser.add_argument
-    add("--model", default="qwen3", choices=list(MODELS))
-    add("--flavor", default="8B", help="size of the model (default: %(default)s)")
-    add(
-        "--layers", type=int, help="number of layers of the model, which must fit into one GPU (default: all)"
-    )
     add("--tokens", type=int, default=131_072, help="distinct tokens (default: %(default)s)")
     add("--tree", nargs="+", choices=SHAPES, default=["agent-long", "chain"])
-    add("--activation-checkpoint", default="full", choices=["none", "selective", "full"])
 
 
 def run(args: argparse.Namespace) -> list[Row]:
     """Returns a row per tree for one GPU, and for all of them."""
-    with process_group() as (ranks, device):
-        setting: Row = {"model": args.model, "flavor": args.flavor, "layers": args.layers or "all"}
-        setting |= {"activation_checkpoint": args.activation_checkpoint, "tokens": args.tokens}
+    with steps.process_group() as (ranks, device):
+        setting = steps.model_setting(args) | {"tokens": args.tokens}
         alone = init_device_mesh(ranks.device_type, (ranks.size(), 1), mesh_dim_names=("rank", "alone"))
         shared = ParallelConfig(sequence_parallel=ranks.size())
         contenders = [
@@ -78,16 +63,9 @@ def measure_all(
     """Builds a model, times it on each tree, and frees it. Returns a contender for each tree."""
     gc.collect()  # the model of an earlier call
     torch.cuda.empty_cache()
-    overrides = {"num_hidden_layers": args.layers} if args.layers else {}
-    cuda = device.type == "cuda"
-    training = TrainingConfig(
-        compile=cuda,
-        activation_checkpoint=args.activation_checkpoint,
-        dtype="bfloat16" if cuda else "float32",
-    )
-    config = ModelConfig(name=args.model, flavor=args.flavor, overrides=overrides)
-    model = build_parallel_model(config, training, parallel, mesh)
-    step, update = training_step(model, device), optimizer_update(model)
+    training = steps.training_config(args, dtype="bfloat16" if device.type == "cuda" else "float32")
+    model = build_parallel_model(steps.model_config(args), training, parallel, mesh)
+    step, update = steps.training_step(model, device), steps.optimizer_update(model)
     contenders = []
     for shape in args.tree:
         tree = random_tree(shape, args.tokens, model.config.vocab_size)

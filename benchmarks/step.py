@@ -1,8 +1,8 @@
 """Times a whole training step: titan_tree against a compiled transformers model.
 
-titan-tree bench step --flavor 0.6B --tree chain agent agent-fine
-titan-tree bench step --tokens 16384 --tree chain agent agent-fine                 # Qwen3-1.7B
-titan-tree bench step --flavor 8B --layers 8 --activation-checkpoint full
+python -m benchmarks step --flavor 0.6B --tree chain agent agent-fine
+python -m benchmarks step --tokens 16384 --tree chain agent agent-fine                 # Qwen3-1.7B
+python -m benchmarks step --flavor 8B --layers 8 --activation-checkpoint full
 
 Both train one architecture on one device in one process, in alternating rounds, with random tokens and random
 weights. Every token counts in the loss. A step consists of forward and backward passes, gradient clipping and
@@ -28,7 +28,7 @@ import gc
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -36,21 +36,23 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titan_tree.bench.record import Contender, Row, add_rounds, device_name, run_rounds, wall_s
-from titan_tree.bench.steps import (
-    OPTIMIZER,
-    optimizer_update,
-    process_group,
-    training_model,
-    training_step,
+from benchmarks import steps
+from benchmarks.timers import (
+    Contender,
+    add_rounds,
+    benchmark,
+    peak_memory,
+    reset_peak_memory,
+    wall_s,
 )
-from titan_tree.bench.trees import SHAPES, random_tree
+from benchmarks.trees import SHAPES, random_tree
+from titan_tree.cli.bench.record import Row, device_name
 from titan_tree.components.backends import ATTENTION_BACKENDS
 from titan_tree.components.lora import LoRA
 from titan_tree.distributed import titan
 from titan_tree.models.lora.adapters import add_lora
 from titan_tree.models.pretrained import build_model
-from titan_tree.models.settings import MODELS, ModelConfig
+from titan_tree.models.settings import ModelConfig
 from titan_tree.run.settings import TrainingConfig
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.token_tree import TokenTree
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from transformers import PreTrainedConfig
 
+MAY_BE_ZERO = ("lora", "warmup")
 KEYS = ("model", "flavor", "layers", "lora", "compile", "activation_checkpoint", "tokens", "step of")
 RATIOS = ("executed x peer",)
 QUICK = (
@@ -74,20 +77,17 @@ Step = Callable[[], object]
 
 
 @dataclass
-class Entry:
+class Entry(Contender):
     """One row of the table: a way to run a training step on a tree."""
 
-    contender: Contender
-    tree: TokenTree
-    flops: float  # of one step
+    tree: TokenTree = field(kw_only=True)
+    flops: float = field(kw_only=True)  # of one step
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_rounds(parser)
+    steps.add_model_arguments(parser, "1.7B", modes=("none", "full"))  # transformers has only these
     add = parser.add_argument
-    add("--model", default="qwen3", choices=list(MODELS))
-    add("--flavor", default="1.7B", help="size of the model (default: %(default)s)")
-    add("--layers", type=int, help="number of layers of the model (default: all)")
     add(
         "--implementation",
         nargs="+",
@@ -105,8 +105,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=["auto"],
         help="backends of TreeAttention, one run for each (default: auto)",
     )
-    add("--compile", action=argparse.BooleanOptionalAction, default=True)
-    add("--activation-checkpoint", choices=["none", "full"], default="none")
     add(
         "--peer",
         nargs="*",
@@ -120,51 +118,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> list[Row]:
     """Returns a row per peer, and per tree and way to run it."""
-    with process_group() as (mesh, device):
-        setting: Row = {
-            "model": args.model,
-            "flavor": args.flavor,
-            "compile": args.compile,
-            "activation_checkpoint": args.activation_checkpoint,
-            "layers": args.layers or "all",
-            "lora": args.lora,
-            "tokens": args.tokens,
-        }
+    with steps.process_group() as (mesh, device):
+        setting = steps.model_setting(args)
+        setting |= {"compile": args.compile, "lora": args.lora, "tokens": args.tokens}
         entries = make_entries(args, mesh, device)
-        run_rounds([entry.contender for entry in entries], args.rounds)
         peer = entries[0] if args.peer else None
-        return [setting | table_row(entry, peer, device) for entry in entries]
+        return benchmark(entries, args.rounds, lambda entry: setting | table_row(entry, peer, device))
 
 
 def make_entries(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> list[Entry]:
     """Returns what the arguments ask for: first the peers, then titan_tree on every tree."""
     import transformers
 
-    overrides = {"num_hidden_layers": args.layers} if args.layers else {}
+    config = steps.model_config(args)
     with torch.device("meta"):
-        model = build_model(args.model, args.flavor, **overrides)
+        model = build_model(args.model, args.flavor, **config.overrides)
         hf_config = transformers.AutoConfig.for_model(**(model.config.to_hf() | {"use_cache": False}))
         if args.lora:
             add_lora(model, LoRA(rank=args.lora), torch.bfloat16)
 
     def entry(name: str, shape: str, build: Callable[[TokenTree], Step]) -> Entry:
         tree = random_tree(shape, args.tokens, model.config.vocab_size)
-        contender = Contender(name, lambda: measure(name, partial(build, tree), args, device))
-        return Entry(contender, tree, model.costs().training_flops(TreeBatch.from_trees([tree])))
+        flops = model.costs().training_flops(TreeBatch.from_trees([tree]))
+        run = partial(measure, name, partial(build, tree), args, device)
+        return Entry(name, run, tree=tree, flops=flops)
 
     entries = []
     for dtype in args.peer:
         build = partial(peer_step, hf_config, dtype, args=args, device=device)
         entries.append(entry(f"transformers ({dtype}), one sequence", "chain", build))
     for shape, layers, attention in itertools.product(args.tree, args.implementation, args.attention):
-        config = ModelConfig(
-            name=args.model,
-            flavor=args.flavor,
-            implementation=layers,
-            attention=attention,
-            overrides=overrides,
-        )
-        training = TrainingConfig(compile=args.compile, activation_checkpoint=args.activation_checkpoint)
+        config = steps.model_config(args, attention, implementation=layers)
+        training = steps.training_config(args)
         build = partial(our_step, config, training, lora_rank=args.lora, mesh=mesh, device=device)
         of = "" if layers == "native" else "layers of transformers, "
         entries.append(entry(f"titan_tree ({of}{attention}), {shape}", shape, build))
@@ -180,9 +165,9 @@ def our_step(
     device: torch.device,
 ) -> Step:
     """Returns the trainer's step on ``tree``."""
-    model = training_model(config, training, mesh, lora_rank)
-    step = training_step(model, device)
-    return partial(optimizer_update(model), step, step.prepare([[tree]]))
+    model = steps.training_model(config, training, mesh, lora_rank)
+    step = steps.training_step(model, device)
+    return partial(steps.optimizer_update(model), step, step.prepare([[tree]]))
 
 
 def peer_step(
@@ -215,10 +200,10 @@ def peer_step(
             layer.compile()
     optimizer = torch.optim.AdamW(
         model.parameters(),
-        lr=OPTIMIZER.lr,
-        betas=(OPTIMIZER.betas[0], OPTIMIZER.betas[1]),
-        eps=OPTIMIZER.eps,
-        weight_decay=OPTIMIZER.weight_decay,
+        lr=steps.OPTIMIZER.lr,
+        betas=(steps.OPTIMIZER.betas[0], steps.OPTIMIZER.betas[1]),
+        eps=steps.OPTIMIZER.eps,
+        weight_decay=steps.OPTIMIZER.weight_decay,
         fused=True,
     )
     tokens = torch.from_numpy(tree.tokens).long().to(device)[None]
@@ -228,7 +213,7 @@ def peer_step(
             with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "float32"):
                 loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm, foreach=True)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), steps.OPTIMIZER.max_grad_norm, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
         assert math.isfinite(loss.item() + norm.item()), (loss, norm)
@@ -247,10 +232,9 @@ def measure(
     step = build()
     for _ in range(args.warmup):
         step()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    reset_peak_memory(device)
     seconds = [wall_s(step) for _ in range(args.steps)]
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    peak = peak_memory(device)
     del step
     gc.collect()
     if device.type == "cuda":
@@ -261,24 +245,23 @@ def measure(
 
 def table_row(entry: Entry, peer: Entry | None, device: torch.device) -> Row:
     """Returns a row of the table. Executed tokens are the tree's distinct tokens."""
-    contender, stats = entry.contender, entry.tree.stats
-    seconds = contender.median("seconds")
+    stats, seconds = entry.tree.stats, entry.median("seconds")
     row: Row = {
-        "step of": contender.name,
+        "step of": entry.name,
         "nodes": stats.n_nodes,
         "executed tokens": stats.n_tree,
         "leaf tokens": stats.n_leaf,
         "ms": round(1e3 * seconds, 1),
-        "ms p10-p90": "-".join(f"{1e3 * q:.1f}" for q in quantiles(contender.samples["seconds"])),
+        "ms p10-p90": "-".join(f"{1e3 * q:.1f}" for q in quantiles(entry.samples["seconds"])),
         "executed tok/s": round(stats.n_tree / seconds),
         "leaf tok/s": round(stats.n_leaf / seconds),
         "TFLOP/s": round(entry.flops / seconds / 1e12, 2),
     }
     if device.type == "cuda":
         row["MFU"] = f"{entry.flops / seconds / titan.peak_flops(device_name(device)):.1%}"
-        row["peak GiB"] = round(max(contender.samples["peak"]) / 2**30, 1)
+        row["peak GiB"] = round(max(entry.samples["peak"]) / 2**30, 1)
     if peer:
-        speed = peer.contender.median("seconds") / seconds
+        speed = peer.median("seconds") / seconds
         row["executed x peer"] = round(speed * stats.n_tree / peer.tree.stats.n_tree, 3)
     return row
 

@@ -1,12 +1,12 @@
 """Times training steps on token trees, beside steps on rows without trees, for ratios of tokens up to 150.
 
 The ratio is N_leaf / N_tree, the tokens of one row per leaf path over distinct tokens. The trees are
-conversations: a prompt with 2 to 300 answers. The columns are those of bench por. At a ratio of 1, the
+conversations: a prompt with 2 to 300 answers. The columns are those of por. At a ratio of 1, the
 baseline is the same trainer with plain causal attention (cuDNN's, through scaled_dot_product_attention), so
 the row shows what trees cost.
 
 Prompt Trees (Scaled Cognition, 2025) reports such a curve: more than 70x at a ratio of about 100, and 0.97x
-where nothing is shared. The picture has these end points and those of Tree Training, as bench por.
+where nothing is shared. The picture has these end points and those of Tree Training, as in por.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titan_tree.bench import layouts
-from titan_tree.bench.por import TREE_TRAINING
-from titan_tree.bench.record import Row
-from titan_tree.bench.trees import Nodes, random_paths
+from benchmarks import layouts
+from benchmarks.trees import Nodes, random_paths
+from titan_tree.cli.bench.record import Row
 from titan_tree.components.backends import ATTENTION_BACKENDS
 from titan_tree.components.tree_attention.operator import Scoring
 from titan_tree.tree.layout import TreeLayout
@@ -31,6 +30,7 @@ from titan_tree.tree.layout import TreeLayout
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MAY_BE_ZERO = ("chain",)
 KEYS = ("model", "case", "trees", "N_leaf", "N_tree")
 RATIOS = ("of operations",)
 COLUMNS = layouts.COLUMNS
@@ -109,23 +109,14 @@ class Causal:
 
 def draw(rows: Sequence[Mapping[str, str]], figure: Figure) -> None:
     """Draws the speed-up against the ratio of tokens, with the papers' end points."""
-    figure.set_size_inches(7, 4.5)
-    axes = figure.subplots()
+    axes = layouts.draw_speed_ups(rows, figure, "tokens x")
     axes.plot([1, 200], [1, 200], color="0.8", zorder=0, label="ratio of tokens")
-    for color, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
-        chosen = sorted((row for row in rows if row["model"] == model), key=lambda r: float(r["tokens x"]))
-        ratio = [float(row["tokens x"]) for row in chosen]
-        axes.plot(ratio, [float(row["operations x"]) for row in chosen], ":", color=f"C{color}")
-        axes.plot(ratio, [float(row["speed-up"]) for row in chosen], "o-", color=f"C{color}", label=model)
     axes.plot(*zip(*PROMPT_TREES, strict=True), "*", color="black", label="Prompt Trees, reported")
-    for marker, (name, value) in zip("s^", TREE_TRAINING.items(), strict=True):
+    for marker, (name, value) in zip("s^", layouts.TREE_TRAINING.items(), strict=True):
         axes.plot(1 / (1 - 0.92), value, marker, color="black", label=f"{name}, reported")
     axes.set(xscale="log", yscale="log", xlabel="tokens of the leaf paths / distinct tokens")
-    axes.set_ylabel("speed-up of a whole step")
     ticks = [1, 2, 5, 10, 20, 50, 100]
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_ticks(ticks, [f"{tick}x" for tick in ticks])
         axis.set_ticks([], minor=True)
-    axes.grid(alpha=0.3)
     axes.legend(title="dotted: ratio of operations", fontsize=8)
-    axes.set_title(f"Trees beside one packed row per leaf path, {rows[0]['device']}", fontsize=10)

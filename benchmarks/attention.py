@@ -1,10 +1,10 @@
 """Times TreeAttention's backends and their peers on token trees, forward and backward, in useful TFLOP/s.
 
-titan-tree bench attention                          # on a GPU, all trees
-titan-tree bench attention --tree chain agent bushy # enough for --against
-titan-tree bench attention --sweep --backends hopper flash flex --rounds 1
-titan-tree bench attention --tree chain agent bushy --backends triton flex --cases gpt-oss DeepSeek-V3
-titan-tree bench attention --tree agent --tokens 65536 --context between --context-tokens 32768
+python -m benchmarks attention                          # on a GPU, all trees
+python -m benchmarks attention --tree chain agent bushy # enough for --against
+python -m benchmarks attention --sweep --backends hopper flash flex --rounds 1
+python -m benchmarks attention --tree chain agent bushy --backends triton flex --cases gpt-oss DeepSeek-V3
+python -m benchmarks attention --tree agent --tokens 65536 --context between --context-tokens 32768
 
 Useful operations are those of visible pairs of a query and a key: 2 (D + Dv) per head forward, and
 2 (3 D + 2 Dv) backward, where D and Dv are the head dims of keys and of values. Work on masked pairs does
@@ -26,11 +26,9 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -41,16 +39,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 
-from titan_tree.bench.record import (
-    VOCABULARY,
-    Contender,
-    Row,
-    add_rounds,
-    default_device,
-    run_rounds,
-    time_ms,
-)
-from titan_tree.bench.trees import SHAPES, flat_sample, random_tree, sweep
+from benchmarks.timers import Contender, add_rounds, benchmark, plan_ms, time_ms
+from benchmarks.trees import SHAPES, VOCABULARY, path_sample, random_tree, sweep
+from titan_tree.cli.bench.record import Row, default_device
 from titan_tree.components.backends import ATTENTION_BACKENDS
 from titan_tree.components.tree_attention import Scoring, TreeAttention
 from titan_tree.errors import UserError
@@ -129,7 +120,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     rows = []
     for tree_name, tree in trees(args):
         for name, case in cases.items():
-            rows += benchmark(tree_name, tree, name, case, args)
+            rows += measure(tree_name, tree, name, case, args)
             print(f"{tree_name}, {name}: done" if name else f"{tree_name}: done", flush=True)
     return rows
 
@@ -143,7 +134,7 @@ def trees(args: argparse.Namespace) -> Iterator[tuple[str, TokenTree]]:
             yield shape, random_tree(shape, args.tokens or SHAPES[shape], VOCABULARY)
 
 
-def benchmark(
+def measure(
     tree_name: str, tree: TokenTree, case_name: str, case: Case, args: argparse.Namespace
 ) -> list[Row]:
     """Returns one row per contender for one tree and case."""
@@ -167,13 +158,11 @@ def benchmark(
             plans[label] = plan
     if not (args.context or args.cases):
         contenders += peers(tree, case)
-    run_rounds([matmul, *contenders], args.rounds)
-
-    roof = 2 * MATMUL**3 / matmul.median("ms") / 1e9
-    dim, dim_v = case.dims
     flex = next((each for each in contenders if each.name == "flex"), None)
-    rows = []
-    for contender in contenders:
+
+    def row(contender: Contender) -> Row:
+        roof = 2 * MATMUL**3 / matmul.median("ms") / 1e9
+        dim, dim_v = case.dims
         row: Row = {
             "heads": "/".join(map(str, case.heads)),
             "head_dim": dim if dim == dim_v else f"{dim}/{dim_v}",
@@ -190,15 +179,15 @@ def benchmark(
         for way, dims in (("forward", dim + dim_v), ("backward", 3 * dim + 2 * dim_v)):
             ms = contender.median(way)
             tflops = 2 * case.heads[0] * dims * pairs / ms / 1e9
+            x_flex = flex.median(way) / ms if flex and contender.name in plans else None
             row[f"{way}_ms"] = round(ms, 4)
             row[f"{way}_tflops"] = round(tflops, 1)
-            row[f"{way}_x_flex"] = (
-                round(flex.median(way) / ms, 3) if flex and contender.name in plans else None
-            )
+            row[f"{way}_x_flex"] = x_flex and round(x_flex, 3)
             row[f"{way}_roof"] = round(tflops / roof, 3)
         row["plan_gpu_ms"], row["plan_host_ms"] = plans.get(contender.name, (None, None))
-        rows.append(row | {"note": contender.note})
-    return rows
+        return row | {"note": contender.note}
+
+    return benchmark(contenders, args.rounds, row, beside=[matmul])
 
 
 def with_context(layout: TreeLayout, where: str, num_context: int) -> TreeLayout:
@@ -244,17 +233,13 @@ def peers(tree: TokenTree, case: Case) -> Iterator[Contender]:
     n = len(tree)
     if tree.stats.n_nodes == 1 and DEVICE.type == "cuda":
         yield attention_contender("cuDNN causal", cudnn_causal, n, n, case)
-    lengths, sample = flat_sample(tree, MAX_FLAT_TOKENS)
-    total, measured = (int((x * (x + 1) // 2).sum()) for x in (lengths, sample))
-    note = f"{len(lengths)} paths, {lengths.sum():,} tokens"
-    if len(sample) < len(lengths):
-        note += f"; timed on {len(sample)} of them, x {total / measured:.2f}"
+    sample = path_sample(tree, MAX_FLAT_TOKENS, work=lambda length: length * (length + 1) // 2)
     hopper_or_later = DEVICE.type == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
     flash = flash_attn_varlen_func is not None and hopper_or_later and case.dims[0] in (64, 128)
-    attend = per_path(sample, "FA4" if flash else "torch")
-    n = int(sample.sum())
-    contender = attention_contender(f"per path, {'FA4' if flash else 'torch'}", attend, n, n, case)
-    contender.scale, contender.note = total / measured, note
+    library = "FA4" if flash else "torch"
+    attend, n = per_path(sample.lengths, library), int(sample.lengths.sum())
+    contender = attention_contender(f"per path, {library}", attend, n, n, case)
+    contender.scale, contender.note = sample.scale, sample.note
     yield contender
 
 
@@ -309,29 +294,6 @@ def attention_contender(
         return [{"forward": forward, "backward": backward}]
 
     return Contender(label, measure)
-
-
-def plan_ms(prepare: Callable[[], object]) -> tuple[float | None, float]:
-    """Returns milliseconds of the GPU and of the host. The GPU is kept busy until all work is enqueued."""
-    times = []
-    for _ in range(7):
-        if DEVICE.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            torch.cuda._sleep(100_000_000)  # cycles: 50 ms
-            began = time.perf_counter()
-            start.record()
-            prepare()
-            end.record()
-            host = 1e3 * (time.perf_counter() - began)
-            end.synchronize()
-            times.append((start.elapsed_time(end), host))
-        else:
-            began = time.perf_counter()
-            prepare()
-            times.append((0.0, 1e3 * (time.perf_counter() - began)))
-    gpu, host = (round(median(ms), 3) for ms in zip(*times[2:], strict=True))
-    return (gpu if DEVICE.type == "cuda" else None), host
 
 
 def random_inputs(seed: int, n: int, m: int, case: Case) -> list[Tensor]:

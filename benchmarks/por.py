@@ -29,9 +29,9 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from titan_tree.bench import layouts
-from titan_tree.bench.record import Row
-from titan_tree.bench.trees import Nodes, random_paths
+from benchmarks import layouts
+from benchmarks.trees import Nodes, random_paths
+from titan_tree.cli.bench.record import Row
 from titan_tree.components.tree_partitioner import PARTITION_STRATEGIES
 from titan_tree.errors import UserError
 
@@ -44,7 +44,6 @@ COLUMNS = layouts.COLUMNS
 QUICK = ("--flavor", "debug", "--length", "64", "--trees", "1", "--por", "0.5", "0.9", *layouts.QUICK)
 DEPTH = 4  # levels of inner nodes
 LEAVES = 2**DEPTH
-TREE_TRAINING = {"Tree Training v2": 5.7, "Tree Training v4": 8.7}  # at a POR of 0.92
 LIMITED = (4.5, 5.3)  # Tree Training v2, trees that exceed memory
 
 
@@ -100,19 +99,11 @@ def binary_nodes(length: int, por: float) -> Nodes:
 
 def draw(rows: Sequence[Mapping[str, str]], figure: Figure) -> None:
     """Draws speed-up and operation bound against POR, per model, with the paper's end points."""
-    figure.set_size_inches(7, 4.5)
-    axes = figure.subplots()
-    for color, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
-        chosen = sorted((row for row in rows if row["model"] == model), key=lambda row: float(row["POR"]))
-        por = [float(row["POR"]) for row in chosen]
-        axes.plot(por, [float(row["speed-up"]) for row in chosen], "o-", color=f"C{color}", label=model)
-        axes.plot(por, [float(row["operations x"]) for row in chosen], ":", color=f"C{color}")
-    for marker, (name, value) in zip("s^", TREE_TRAINING.items(), strict=True):
+    axes = layouts.draw_speed_ups(rows, figure, "POR")
+    for marker, (name, value) in zip("s^", layouts.TREE_TRAINING.items(), strict=True):
         axes.plot(0.92, value, marker, color="black", label=f"{name}, reported")
     axes.axhspan(*LIMITED, color="0.9", zorder=0, label="Tree Training v2, limited memory")
-    axes.set(xlabel="POR: share of the leaf paths' tokens that trees save", ylabel="speed-up of a whole step")
+    axes.set(xlabel="POR: share of the leaf paths' tokens that trees save")
     axes.set_yscale("log", base=2)
     axes.set_yticks([1, 2, 4, 8, 12], ["1x", "2x", "4x", "8x", "12x"])
-    axes.grid(alpha=0.3)
     axes.legend(title="dotted: ratio of operations", fontsize=8)
-    axes.set_title(f"Trees beside one packed row per leaf path, {rows[0]['device']}", fontsize=10)

@@ -1,8 +1,8 @@
 """Times recurrences and their convolution on token trees, in milliseconds, beside those for sequences.
 
-titan-tree bench recurrence                                   # TreeGDN on a GPU, all trees
-titan-tree bench recurrence --tree chain agent --heads 16 64  # as in Qwen3.5's larger models
-titan-tree bench recurrence --rule ssd                        # TreeSSD; --rule kda: TreeKDA
+python -m benchmarks recurrence                                   # TreeGDN on a GPU, all trees
+python -m benchmarks recurrence --tree chain agent --heads 16 64  # as in Qwen3.5's larger models
+python -m benchmarks recurrence --rule ssd                        # TreeSSD; --rule kda: TreeKDA
 
 The measured core of a layer has no projections: it goes from q, k, v, the decays and beta to the output,
 through the module, autograd and the operator. All contenders take turns in one process on random data in
@@ -25,9 +25,8 @@ the time of FLA's chain over that of the tree. The picture has the time of each 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,18 +34,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_tree.bench.record import (
-    VOCABULARY,
-    Contender,
-    Row,
-    add_rounds,
-    default_device,
-    replay_ms,
-    run_rounds,
-    time_ms,
-    wall_s,
-)
-from titan_tree.bench.trees import SHAPES, flat_sample, random_tree
+from benchmarks.timers import Contender, add_rounds, benchmark, plan_ms, replay_ms, time_ms
+from benchmarks.trees import SHAPES, VOCABULARY, path_sample, random_tree
+from titan_tree.cli.bench.record import Row, default_device
 from titan_tree.components.recurrence import TreeGDN, TreeKDA, TreeSSD, prepare_conv, tree_causal_conv1d
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.chunks import make_chains, make_chunks
@@ -116,7 +106,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     chain = None  # milliseconds per token
     for shape in args.tree:
         tree = random_tree(shape, args.tokens or SHAPES[shape], VOCABULARY)
-        measured = benchmark(shape, tree, args)
+        measured = measure(shape, tree, args)
         times = {row["what"]: float(str(row["forward_backward_ms"])) for row in measured}
         if shape == "chain":
             chain = times["tree"] / len(tree)
@@ -130,20 +120,26 @@ def run(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def benchmark(shape: str, tree: TokenTree, args: argparse.Namespace) -> list[Row]:
+def measure(shape: str, tree: TokenTree, args: argparse.Namespace) -> list[Row]:
     """Returns one row per contender for one tree."""
     layout = TreeBatch.from_trees([tree]).layout.to(DEVICE)
     rule = partial(rule_inputs, args=args)
-    convolution = partial(convolution_inputs, args=args)
-    contenders = [contender("tree", rule_on(layout, args.rule), partial(rule, len(tree)))]
-    contenders += peers(shape, tree, rule, args.rule)
-    contenders.append(contender("tree convolution", convolution_on(layout), partial(convolution, len(tree))))
+    own, convolution = partial(rule, len(tree)), partial(convolution_inputs, len(tree), args)
+    contenders = [contender("tree", rule_on(layout, args.rule), own)]
+    if shape != "chain":
+        contenders.append(per_path(tree, rule, args.rule))
+    if DEVICE.type == "cuda":
+        contenders += libraries(tree, own, args.rule)
+    contenders.append(contender("tree convolution", convolution_on(layout), convolution))
     if shape == "chain":
-        contenders.append(contender("conv1d and silu", plain_convolution, partial(convolution, len(tree))))
-    run_rounds(contenders, args.rounds)
-    host_ms = median(plan_ms(tree) for _ in range(7))
-    return [
-        {
+        contenders.append(contender("conv1d and silu", plain_convolution, convolution))
+    (partition,) = one_pass(tree).partitions
+    _, host_ms = plan_ms(
+        lambda: make_chains(make_chunks(predecessors(tree, partition), np.empty(0, np.int64)))
+    )
+
+    def row(each: Contender) -> Row:
+        return {
             "rule": args.rule,
             "heads": "/".join(map(str, args.heads)),
             "head_dim": "/".join(map(str, dict.fromkeys(args.head_dim))),
@@ -158,16 +154,8 @@ def benchmark(shape: str, tree: TokenTree, args: argparse.Namespace) -> list[Row
             "plan_host_ms": round(host_ms, 2),
             "note": each.note,
         }
-        for each in contenders
-    ]
 
-
-def plan_ms(tree: TokenTree) -> float:
-    """Returns the host's milliseconds for what a recurrence needs of a batch: chunks and chains."""
-    (partition,) = one_pass(tree).partitions
-    return 1e3 * wall_s(
-        lambda: make_chains(make_chunks(predecessors(tree, partition), np.empty(0, np.int64)))
-    )
+    return benchmark(contenders, args.rounds, row)
 
 
 def rule_on(layout: TreeLayout, rule: str) -> Run:
@@ -188,29 +176,26 @@ def plain_convolution(x: Tensor, weight: Tensor) -> Tensor:
     return F.silu(padded[0, :, : len(x)]).t()
 
 
-def peers(shape: str, tree: TokenTree, inputs: Callable[[int], list[Tensor]], rule: str) -> list[Contender]:
-    """Returns the peers of a recurrence on a tree."""
-    contenders = []
-    if shape != "chain":
-        lengths, sample = flat_sample(tree, MAX_FLAT_TOKENS)
-        paths = [TokenTree.from_paths([TokenPath(np.zeros(length, np.int32))]) for length in sample]
-        layout = TreeBatch.from_trees(paths).layout.to(DEVICE)
-        per_path = contender("per path", rule_on(layout, rule), partial(inputs, int(sample.sum())))
-        per_path.scale = float(lengths.sum() / sample.sum())
-        per_path.note = f"{len(lengths)} paths, {lengths.sum():,} tokens"
-        if len(sample) < len(lengths):
-            per_path.note += f"; timed on {len(sample)} of them"
-        contenders.append(per_path)
-    own = partial(inputs, len(tree))
-    if FLA and DEVICE.type == "cuda":
-        contenders.append(contender("FLA, one chain", lambda *x: fla(rule, *x)[0], own, FLA_NOTE))
-        if shape != "chain":
+def per_path(tree: TokenTree, inputs: Callable[[int], list[Tensor]], rule: str) -> Contender:
+    """Returns a recurrence that computes every path of a tree alone."""
+    sample = path_sample(tree, MAX_FLAT_TOKENS)
+    paths = [TokenTree.from_paths([TokenPath(np.zeros(length, np.int32))]) for length in sample.lengths]
+    layout = TreeBatch.from_trees(paths).layout.to(DEVICE)
+    own = partial(inputs, int(sample.lengths.sum()))
+    result = contender("per path", rule_on(layout, rule), own, sample.note)
+    result.scale = sample.scale
+    return result
+
+
+def libraries(tree: TokenTree, inputs: Callable[[], list[Tensor]], rule: str) -> Iterator[Contender]:
+    """Yields the kernels of other libraries that are installed."""
+    if FLA:
+        yield contender("FLA, one chain", lambda *x: fla(rule, *x)[0], inputs, FLA_NOTE)
+        if tree.stats.n_nodes > 1:
             note = "; ".join(filter(None, ("includes the host", FLA_NOTE)))
-            levels = level_by_level(tree, rule)
-            contenders.append(contender("FLA, level by level", levels, own, note, time_ms))
-    if rule == "ssd" and mamba_chunk_scan_combined is not None and DEVICE.type == "cuda":
-        contenders.append(contender("mamba_ssm, one chain", mamba_chain, own))
-    return contenders
+            yield contender("FLA, level by level", level_by_level(tree, rule), inputs, note, time_ms)
+    if rule == "ssd" and mamba_chunk_scan_combined is not None:
+        yield contender("mamba_ssm, one chain", mamba_chain, inputs)
 
 
 def fla(rule: str, *inputs: Tensor, **options: object) -> tuple[Tensor, Tensor]:

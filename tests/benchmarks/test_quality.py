@@ -1,10 +1,10 @@
-"""titan-tree bench quality: both choices of paths take equal steps on the same tasks."""
+"""python -m benchmarks quality: both choices of paths take equal steps on the same tasks."""
 
 import json
 
 import pytest
 
-from titan_tree.bench import quality
+from benchmarks import quality
 from titan_tree.cli.bench import parse
 from titan_tree.rl.environment import Desk
 

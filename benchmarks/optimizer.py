@@ -1,6 +1,6 @@
 """Times optimizers on the weights that one GPU holds of a large model.
 
-titan-tree bench optimizer          # on a GPU with 80 GB
+python -m benchmarks optimizer          # on a GPU with 80 GB
 
 The models are some layers of Qwen3-30B-A3B over 4 GPUs (30B-A3B) and of Qwen3-8B on one (8B), with fp32
 weights. All optimizers update the same weights, and take turns in one process. Gradients are fp32, or bf16 as
@@ -28,16 +28,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from titan_tree.bench.record import (
-    Contender,
-    Row,
-    add_rounds,
-    default_device,
-    run_rounds,
-    synchronize,
-    time_ms,
-    wall_s,
-)
+from benchmarks.timers import Contender, add_rounds, benchmark, synchronize, time_ms, wall_s
+from titan_tree.cli.bench.record import Row, default_device
 from titan_tree.distributed.optimizers import Optimizers, build_optimizers, clip_and_step
 from titan_tree.distributed.settings import OPTIMIZERS, OptimizerConfig, OptimizerSpec
 from titan_tree.models.pretrained import build_model
@@ -86,14 +78,14 @@ def run(args: argparse.Namespace) -> list[Row]:
         OPTIMIZERS.registered("adamw8bit of torchao", theirs),
         torch.compiler.set_stance("force_eager" if args.no_compile else "default"),
     ):
-        return [row for name in args.model for row in benchmark(args, name, bandwidth, device)]
+        return [row for name in args.model for row in measure(args, name, bandwidth, device)]
 
 
-def benchmark(args: argparse.Namespace, name: str, bandwidth: float, device: torch.device) -> list[Row]:
+def measure(args: argparse.Namespace, name: str, bandwidth: float, device: torch.device) -> list[Row]:
     """Returns a row per optimizer. ``bandwidth``: of a copy, in GB/s."""
     model = shards(name, args.layers, device)
-    firsts: list[float] = []
-    contenders: list[Contender] = []
+    contenders: dict[str, Contender] = {}
+    first_s: dict[str, float] = {}
     loss = torch.ones((), device=device)
     built: dict[str, Optimizers] = {}
     for label in STATE_BYTES:
@@ -103,17 +95,15 @@ def benchmark(args: argparse.Namespace, name: str, bandwidth: float, device: tor
         update = partial(clip_and_step, built[optimizer], loss, math.inf)
         cast = partial(cast_gradients, model, torch.bfloat16 if label.endswith(BF16) else torch.float32)
         cast()
-        firsts.append(wall_s(update))
-        contenders.append(Contender(label, partial(measure, cast, update)))
-    run_rounds(contenders, args.rounds)
+        first_s[label] = wall_s(update)
+        contenders[label] = Contender(label, partial(times, cast, update))
     numbers = sum(p.numel() for p in model.parameters())
-    theirs = contenders[list(STATE_BYTES).index("adamw of torch")].median("ms")
-    rows: list[Row] = []
-    for contender, first in zip(contenders, firsts, strict=True):
+
+    def row(contender: Contender) -> Row:
         ms = contender.median("ms")
         gradient_bytes = 2 if contender.name.endswith(BF16) else 4
         gigabytes = (2 * gradient_bytes + 2 * 4 + STATE_BYTES[contender.name]) * numbers / 1e9
-        rows.append({
+        return {
             "optimizer": contender.name,
             "model": name,
             "layers": args.layers,
@@ -121,13 +111,14 @@ def benchmark(args: argparse.Namespace, name: str, bandwidth: float, device: tor
             "numbers": numbers,
             "ms": round(ms, 2),
             "host ms": round(contender.median("host ms"), 2),
-            "first s": round(first, 1),
+            "first s": round(first_s[contender.name], 1),
             "GB": round(gigabytes, 2),
             "GB/s": round(1e3 * gigabytes / ms),
             "of copy": f"{1e3 * gigabytes / ms / bandwidth:.0%}",
-            "x torch": round(theirs / ms, 3),
-        })  # fmt: skip
-    return rows
+            "x torch": round(contenders["adamw of torch"].median("ms") / ms, 3),
+        }
+
+    return benchmark(list(contenders.values()), args.rounds, row)
 
 
 def cast_gradients(model: nn.Module, dtype: torch.dtype) -> None:
@@ -136,7 +127,7 @@ def cast_gradients(model: nn.Module, dtype: torch.dtype) -> None:
         weight.grad = weight.grad.to(dtype)
 
 
-def measure(cast: partial[None], update: partial[torch.Tensor]) -> list[dict[str, float]]:
+def times(cast: partial[None], update: partial[torch.Tensor]) -> list[dict[str, float]]:
     cast()
     synchronize()
     started = time.perf_counter()

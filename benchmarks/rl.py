@@ -1,7 +1,7 @@
 """Reinforcement learning: rewards and seconds of a whole run, and its update on trees beside rows.
 
-OMP_NUM_THREADS=1 titan-tree bench rl --seed 0 --folder outputs/rl_0                # on a CPU, some minutes
-titan-tree bench rl --config train_configs/rl_search.toml --setting search training.steps=90
+OMP_NUM_THREADS=1 python -m benchmarks rl --seed 0 --folder outputs/rl_0    # on a CPU, some minutes
+python -m benchmarks rl --config train_configs/rl_search.toml --setting search training.steps=90
 
 There is a row per measurement of the warm start (phase "warm_start"), per RL step ("rl"), and for the mean
 reward of 256 further tasks ("test"). On a CPU, the column "s" has CPU seconds of this process, which other
@@ -11,7 +11,7 @@ logged steps, so leave metrics.log_interval at 1. Every 20 steps, "sampler nats"
 between the sampler's log-probs and those of tree_logprobs.
 
 The rows of the phase "update" compare training and scoring on the first step's rollouts, on trees beside one
-row per leaf path (columns as in bench por). "gradient difference" is relative to the norm. If the loss has a
+row per leaf path (columns as in por). "gradient difference" is relative to the norm. If the loss has a
 reference, its weights score. A folder with a finished run is resumed, so choose a new one. The picture has
 the rewards against seconds, a line per setting and seed.
 """
@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from titan_tree.bench.record import Row
+from benchmarks.layouts import speed_up
+from titan_tree.cli.bench.record import Row
 from titan_tree.config.toml import load_tables
 from titan_tree.data.packing import leaf_trees, pack
 from titan_tree.rl.run import after_warm_start
@@ -44,6 +45,7 @@ from titan_tree.tree.token_tree import TokenTree
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MAY_BE_ZERO = ("seed",)
 KEYS = ("setting", "seed", "phase", "step")
 RATIOS = ("of operations",)
 QUICK = (
@@ -188,15 +190,7 @@ class CheckedRLTrainer(RLTrainer):
         rows: list[Row] = []
         for work in ("training", "scoring"):
             tree_s, rows_s = (statistics.median(seconds[name, work]) for name in ("tree", "rows"))
-            rows.append({
-                "phase": "update",
-                "step": work,
-                "operations x": round(bound, 2),
-                "tree s": round(tree_s, 3),
-                "rows s": round(rows_s, 3),
-                "speed-up": round(rows_s / tree_s, 2),
-                "of operations": round(rows_s / tree_s / bound, 3),
-            })  # fmt: skip
+            rows.append({"phase": "update", "step": work} | speed_up(tree_s, rows_s, bound))
         rows[0] |= {f"{name} loss": f"{loss:.9f}" for name, loss in losses.items()}
         rows[0]["gradient difference"] = f"{error.item():.1e}"
         return rows

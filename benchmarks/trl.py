@@ -1,9 +1,9 @@
 """Times one optimizer step of GRPO: TRL's own trainer, and the same trainer on token trees.
 
-titan-tree bench trl                                  # on a GPU
-titan-tree bench trl --max-tokens 16384               # also in partitions
-titan-tree bench trl --not-compiled                   # also without torch.compile
-titan-tree bench trl --model 1.7b --lora 16           # LoRA of rank 16
+python -m benchmarks trl                                  # on a GPU
+python -m benchmarks trl --max-tokens 16384               # also in partitions
+python -m benchmarks trl --not-compiled                   # also without torch.compile
+python -m benchmarks trl --model 1.7b --lora 16           # LoRA of rank 16
 
 Rollouts are recorded before, other ones for each step: groups of completions with a common prompt. The
 completions of a group have four turns, each with the answer of a tool that is not trained on. Half of the
@@ -36,9 +36,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from titan_tree.bench.record import Contender, Row, add_rounds, default_device, run_rounds, synchronize
+from benchmarks.timers import Contender, add_rounds, benchmark, synchronize
+from titan_tree.cli.bench.record import Row, default_device
+from titan_tree.models.pretrained import build_model
 
 SIZE_KEYS = ("model", "lora", "groups", "completions", "prompt", "completion")
+MAY_BE_ZERO = ("beta", "lora")
 KEYS = (*SIZE_KEYS, "trainer")
 RATIOS = ("x TRL",)
 QUICK = (
@@ -48,35 +51,7 @@ QUICK = (
 PACKAGES = ("transformers", "trl", "accelerate", "peft")
 WORDS = 1000  # token ids in rollouts
 TURNS, ANSWER = 4, 0.25  # turns of a completion, and how much of a turn is the answer of a tool
-SIZES: dict[str, dict[str, Any]] = {  # of Qwen3, and of a model for a CPU
-    "0.6b": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151_936,
-    },
-    "1.7b": {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151_936,
-    },
-    "debug": {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 1024,
-    },
-}
+SIZES = {"0.6b": "0.6B", "1.7b": "1.7B", "debug": "debug"}  # flavors of Qwen3
 COLUMNS = ("trainer", "s", "x TRL", "row tokens", "distinct tokens", "grad norm", "peak GB")
 
 
@@ -114,15 +89,14 @@ def run(args: argparse.Namespace) -> list[Row]:
     contenders = [Contender(name, partial(measure, args, options)) for name, options in ways.items()]
     with tempfile.TemporaryDirectory() as args.folder:
         save_model(args)
-        run_rounds(contenders, args.rounds)
-    sizes = {name: getattr(args, name) for name in SIZE_KEYS}
-    return [sizes | row(contender, contenders[0]) for contender in contenders]
+        sizes = {name: getattr(args, name) for name in SIZE_KEYS}
+        return benchmark(contenders, args.rounds, lambda each: sizes | row(each, contenders[0]))
 
 
 def save_model(args: argparse.Namespace) -> None:
     """Writes a model with random weights and a tokenizer of numbered words into ``args.folder``."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     words = ["<pad>", "<eos>", *(f"w{i}" for i in range(2, WORDS))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
@@ -130,10 +104,13 @@ def save_model(args: argparse.Namespace) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(
         args.folder
     )
-    config = Qwen3Config(
-        **SIZES[args.model], pad_token_id=0, eos_token_id=1, bos_token_id=None, tie_word_embeddings=True
-    )
-    config.max_position_embeddings = args.prompt + args.completion
+    with torch.device("meta"):
+        sizes = build_model("qwen3", SIZES[args.model]).config.to_hf()
+    sizes |= {
+        "vocab_size": max(WORDS, sizes["vocab_size"]),
+        "max_position_embeddings": args.prompt + args.completion,
+    }
+    config = AutoConfig.for_model(**sizes, pad_token_id=0, eos_token_id=1, bos_token_id=None)
     torch.manual_seed(0)
     with default_device():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
