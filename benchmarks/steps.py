@@ -24,7 +24,7 @@ from titan_tree.engine.activations import Activations
 from titan_tree.engine.device_clock import DeviceClock
 from titan_tree.engine.step_io import StepInput
 from titan_tree.engine.tree_step import TreeStep
-from titan_tree.models.lora.adapters import init_lora
+from titan_tree.models.lora.adapters import add_lora, init_lora
 from titan_tree.models.pretrained import build_model
 from titan_tree.models.settings import MODELS, LoRAConfig, ModelConfig
 from titan_tree.models.tree_model import TreeModel
@@ -113,11 +113,14 @@ def training_model(
     config = transformers.AutoConfig.for_model(**native.config.to_hf())
     with torch.device(mesh.device_type):
         theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    built = parallelize(
-        TransformersModel(theirs, model.attention),
+    built: TreeModel = TransformersModel(theirs, model.attention)
+    dtype = getattr(torch, training.dtype)
+    if lora_rank:
+        add_lora(built, LoRA(rank=lora_rank), dtype)
+    parallelize(
+        built,
         mesh,
-        dtype=getattr(torch, training.dtype),
-        lora=LoRA(rank=lora_rank) if lora_rank else None,
+        dtype=dtype,
         activation_checkpoint=training.activation_checkpoint,
         compile=training.compile,
     )

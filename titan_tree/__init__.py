@@ -109,11 +109,6 @@ _MOVED = {  # modules of earlier versions -> their successors
     "engine.gateway_cache": "engine.partitions",
     "engine.scoring": "scoring.score_trees",
     "folder": "run.folder",
-    "integrations.areal": "integrations.frameworks",
-    "integrations.prime_rl": "integrations.frameworks",
-    "integrations.samples": "integrations.frameworks",
-    "integrations.skyrl": "integrations.frameworks",
-    "integrations.slime": "integrations.frameworks",
     "integrations.trl": "integrations.hugging_face",
     "leaving": "run.stopping",
     "metrics": "run.metrics",
@@ -123,25 +118,36 @@ _MOVED = {  # modules of earlier versions -> their successors
     "models.registry": "models.decoder",
     "plugins": "config.plugins",
     "registry": "config.registry",
+    "rl.server.protocols": "rl.server.vllm",
     "rl.server_sampler": "rl.server.server_sampler",
     "score": "scoring.score_files",
     "trainer": "run.trainer",
     "tree.chains": "tree.chunks",
 }
-_GONE = {  # modules without a successor in the package -> what to do instead
+_ROWS = "make TokenPaths of the rows, as docs/frameworks.md shows"
+_REMOVED = {  # modules without a successor -> what to do instead
     "bench": "import benchmarks in a clone of the repository; titan_tree.cli.bench has titan-tree bench real",
+    "integrations.areal": _ROWS,
+    "integrations.fields": _ROWS,
+    "integrations.frameworks": _ROWS,
+    "integrations.prime_rl": _ROWS,
+    "integrations.samples": _ROWS,
+    "integrations.skyrl": _ROWS,
+    "integrations.slime": _ROWS,
+    "models.kimi_linear": 'load_pretrained(folder, implementation="transformers") runs Kimi-Linear',
+    "rl.server.broadcast": 'servers of vLLM read a folder, with rl.server.weights = "folder" or "adapter"',
 }
 
 
 class _MovedModules:
-    """Says what became of a module that has moved or is gone, when an import looks for it."""
+    """Says what to use instead of a module that has moved or was removed, when an import looks for it."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
         name = fullname.removeprefix("titan_tree.")
         if successor := _MOVED.get(name):
             raise ModuleNotFoundError(f"{fullname} has moved; import titan_tree.{successor} instead")
-        if instead := _GONE.get(name):
-            raise ModuleNotFoundError(f"{fullname} has left the package; {instead}")
+        if instead := _REMOVED.get(name):
+            raise ModuleNotFoundError(f"{fullname} was removed; {instead}")
 
 
 sys.meta_path.append(_MovedModules())  # Python asks it only for modules that do not exist

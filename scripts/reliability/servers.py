@@ -1,6 +1,6 @@
 """Answers requests of the client of rollout servers wrongly: in bytes, types, depth, headers and timing.
 
-A trial starts a server on loopback. It damages a correct answer of vLLM or SGLang, and sends it to
+A trial starts a server on loopback. It damages a correct answer of vLLM, and sends it to
 ``ServerSampler``. The sampler must return the turn that the JSON of the damaged answer holds, or refuse in
 one line, within the time that its attempts may take. The key of the request, which some answers repeat in
 several encodings, must appear in no message and in no log line.
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from training import ROOT, check
 
@@ -109,12 +109,11 @@ def trial(kind: str, draw: random.Random, work: Path, folder: Path) -> str:
     from titan_tree.errors import UserError
     from titan_tree.rl.server.server_sampler import ServerSampler
 
-    api: Literal["vllm", "sglang"] = draw.choice(("vllm", "sglang"))
-    answer = DAMAGES[kind](_correct(api, draw), draw)
+    answer = DAMAGES[kind](_correct(draw), draw)
     _LOG.lines.clear()
     started, turn = time.monotonic(), None
     with _server(answer) as url:
-        sampler = ServerSampler(url, "m", KEY, api=api, timeout_s=TIMEOUT_S, attempts=ATTEMPTS)
+        sampler = ServerSampler(url, "m", KEY, timeout_s=TIMEOUT_S, attempts=ATTEMPTS)
         try:
             (turn,) = sampler.sample([[1, 2, 3]], [LIMIT], STOP, [draw.getrandbits(32)])
             outcome = "read"
@@ -125,8 +124,8 @@ def trial(kind: str, draw: random.Random, work: Path, folder: Path) -> str:
     for line in (outcome, *_LOG.lines):
         _check_line(line)
     if turn is not None:
-        _check_turn(api, answer.body, list(zip(turn.tokens, turn.logprobs, strict=True)))
-    return f"{api}: {outcome.removeprefix(url)[:100]}"
+        _check_turn(answer.body, list(zip(turn.tokens, turn.logprobs, strict=True)))
+    return outcome.removeprefix(url)[:100]
 
 
 def _check_line(line: str) -> None:
@@ -137,14 +136,10 @@ def _check_line(line: str) -> None:
     check(not shown, f"shows the key as {shown}: {line!r}")
 
 
-def _check_turn(api: str, body: bytes, got: list[tuple[int, float]]) -> None:
+def _check_turn(body: bytes, got: list[tuple[int, float]]) -> None:
     """Checks that a turn is what a plain reading of the JSON gives, and that it can be a turn."""
-    answer = json.loads(body.decode())
-    if api == "vllm":
-        (choice,) = answer["choices"]
-        expected = list(zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True))
-    else:
-        expected = [(token, logprob) for logprob, token, *_ in answer["meta_info"]["output_token_logprobs"]]
+    (choice,) = json.loads(body.decode())["choices"]
+    expected = list(zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True))
     check(got == expected, f"expected {expected}, got {got}")
     tokens = [token for token, _ in got]
     check(all(type(token) is int and 0 <= token < 2**31 for token in tokens), f"not token ids: {tokens}")
@@ -152,21 +147,12 @@ def _check_turn(api: str, body: bytes, got: list[tuple[int, float]]) -> None:
     check(1 <= len(tokens) <= LIMIT and STOP not in tokens[:-1], f"not a turn: {tokens}")
 
 
-def _correct(api: str, draw: random.Random) -> dict[str, Any]:
+def _correct(draw: random.Random) -> dict[str, Any]:
     """Returns a correct answer."""
     tokens = [draw.randrange(8, 1000) for _ in range(draw.randrange(LIMIT))] + [STOP]
     logprobs = [-draw.expovariate(1.0) for _ in tokens]
-    if api == "vllm":
-        choice = {"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}, "finish_reason": "stop"}
-        return {"choices": [choice], "usage": {"completion_tokens": len(tokens)}}
-    info = {
-        "output_token_logprobs": [
-            [logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=True)
-        ],
-        "completion_tokens": len(tokens),
-        "finish_reason": {"type": "stop", "matched": STOP},
-    }
-    return {"meta_info": info}
+    choice = {"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}, "finish_reason": "stop"}
+    return {"choices": [choice], "usage": {"completion_tokens": len(tokens)}}
 
 
 def _spellings() -> list[str]:

@@ -26,7 +26,7 @@ from titan_tree.distributed.settings import ParallelConfig
 from titan_tree.models.block import LayerOutput
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.pretrained import build_model
-from titan_tree.models.tree_model import ModelOutput
+from titan_tree.models.tree_model import Execution, ModelOutput
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_shards import TokenShard
@@ -118,7 +118,7 @@ def compare_shares(rank: int, ports: list[int], expected: dict[str, float]) -> N
         group = dist.group.WORLD
         assert group is not None
         model = build_model("qwen3", "debug", "sizes", **ONE_KEY_HEAD).bfloat16()
-        shard_sequence(model, group)
+        share_sequence(model, group)
         for name in ("qwen3", "qwen3_5"):
             compare_exchange(build_model(name, "debug", **ONE_KEY_HEAD).bfloat16(), group)
         with pytest.MonkeyPatch.context() as patch:  # gloo frees buffers in threads that are not profiled
@@ -128,9 +128,14 @@ def compare_shares(rank: int, ports: list[int], expected: dict[str, float]) -> N
             assert kept_per_token(model, policy) == pytest.approx(expected[policy], rel=0.01), policy
 
 
+def share_sequence(model: Decoder, group: dist.ProcessGroup) -> None:
+    model.execution = Execution(sequence_group=group)
+    shard_sequence(model, group)
+
+
 def compare_exchange(model: Decoder, group: dist.ProcessGroup) -> None:
     """Compares the numbers that all_to_all gets in a forward and a backward pass."""
-    shard_sequence(model, group)
+    share_sequence(model, group)
     model.init_weights(0)
     sent: list[int] = []
     exchange = dist.all_to_all_single
@@ -175,7 +180,7 @@ def test_layers_of_known_sizes():
         return LayerTrace(model).kept(policy, ParallelConfig()).per_token
 
     wide = model_of("qwen3")
-    wide.compute_dtype = torch.float32
+    wide.execution = Execution(torch.float32)
     assert kept(model_of("qwen3"), "full") == 2 * 2 * 128  # the output of each of two layers
     assert kept(wide, "full") == 4 * 2 * 128
     difference = (kept(model_of("qwen3"), "none") - kept(model_of("qwen3"), "selective")) / 2

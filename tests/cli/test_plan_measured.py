@@ -18,6 +18,7 @@ from titan_tree.data.settings import DataConfig
 from titan_tree.engine.step_io import StepPreparer
 from titan_tree.models.pretrained import build_model
 from titan_tree.models.settings import ModelConfig
+from titan_tree.models.tree_model import Execution
 from titan_tree.run.config import Config
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,7 @@ def estimate(model, flavor, make_trees, gpus=1, partitioner=None, without=OUTSID
         setattr(getattr(config, table), name, value)
     with torch.device("meta"):
         built = build_model(model, flavor, **({"num_hidden_layers": layers} if layers else {}))
-    built.compute_dtype = torch.bfloat16
+    built.execution = Execution(torch.bfloat16)
     ranks = config.parallel.sequence_parallel
     preparer = StepPreparer("token_mean", False, built.costs(), partitioner)
     trees = [[[tree] for tree in make_trees(owner)] for owner in range(gpus // ranks)]

@@ -19,6 +19,7 @@ from titan_tree.distributed.settings import OPTIMIZERS, OptimizerConfig, Paralle
 from titan_tree.engine.step_io import NO_COUNTS
 from titan_tree.models.pretrained import build_model
 from titan_tree.models.settings import ModelConfig
+from titan_tree.models.tree_model import Execution
 from titan_tree.run.config import Config
 from titan_tree.run.model_setup import build_parallel_model
 from titan_tree.run.settings import TrainingConfig
@@ -40,7 +41,7 @@ ROOT = 512 * 128 + 128
 def model_of(name="qwen3_moe", **sizes):
     with torch.device("meta"):
         model = build_model(name, "debug", **sizes)
-    model.compute_dtype = torch.bfloat16
+    model.execution = Execution(torch.bfloat16)
     return model
 
 

@@ -12,6 +12,7 @@ from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.distributed.optimizers import build_optimizers, clip_and_step
 from titan_tree.distributed.settings import OptimizerConfig
 from titan_tree.engine.tree_step import TreeStep
+from titan_tree.models.tree_model import Execution
 from titan_tree.tree.token_tree import TokenTree
 
 
@@ -22,7 +23,7 @@ class Failing(TreeLoss):
 
 def bf16_model():
     model = tree_model(hf_model(tied=True))
-    model.compute_dtype = torch.bfloat16
+    model.execution = Execution(torch.bfloat16)
     return model
 
 
@@ -146,6 +147,6 @@ def test_frozen_weights_have_no_gradients():
 def test_a_model_that_computes_in_its_own_dtype_is_unchanged():
     model = tree_model(hf_model(tied=True))
     own = list(model.parameters())
-    model.compute_dtype = torch.float32
+    model.execution = Execution(torch.float32)
     with cast_weights(model):
         assert all(a is b for a, b in zip(model.parameters(), own, strict=True))

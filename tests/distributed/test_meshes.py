@@ -21,11 +21,13 @@ from titan_tree.components.moe.routing import RouterLoss
 from titan_tree.components.tree_loss.loss import TreeLoss, register_loss
 from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.distributed.parallelize import parallelize
+from titan_tree.distributed.sequence_parallel import check_heads
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.pretrained import build_model
+from titan_tree.models.tree_model import Execution
 from titan_tree.run.config import Config
 from titan_tree.scoring.score_trees import tree_logprobs
 from titan_tree.tree.paths import TokenPath
@@ -238,8 +240,17 @@ def test_impossible_divisions_are_refused(
         parallelize(build_model(name, "debug"), mesh, **parallel)
 
 
+def test_a_mixer_without_heads_to_share_is_refused() -> None:
+    model = build_model("qwen3", "debug")
+    model.layers[0].self_attn.num_heads = {}  # type: ignore[union-attr,assignment]
+    check_heads(model, 1)
+    with pytest.raises(UserError, match=r"sequence_parallel: expected 1 for a Qwen3 model, .* got 2$"):
+        check_heads(model, 2)
+
+
 def test_offloading_is_refused_where_ranks_share_tokens() -> None:
     model = build_model("qwen3", "debug")
-    model.sequence_group = cast(dist.ProcessGroup, SimpleNamespace(rank=lambda: 0, size=lambda: 2))
+    group = cast(dist.ProcessGroup, SimpleNamespace(rank=lambda: 0, size=lambda: 2))
+    model.execution = Execution(sequence_group=group)
     with pytest.raises(UserError, match="expected 'keep' or 'recompute' with"):
         TreeStep(model, TreeLoss(), activations=Activations(torch.device("cpu"), "offload"))

@@ -18,6 +18,7 @@ from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine import activations
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.tree_step import TreeStep
+from titan_tree.models.tree_model import Execution
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
@@ -56,7 +57,7 @@ def test_bf16_gradients_are_at_the_noise_floor(backend, cuts):
     """
     floor = dense_noise_floor()
     model = tree_model(floor.exact, backend)
-    model.compute_dtype = torch.bfloat16
+    model.execution = Execution(torch.bfloat16)
     forwards = []
 
     def gradients(groups):
@@ -80,7 +81,7 @@ def test_activations_anywhere(compile, monkeypatch):
     monkeypatch.setattr(activations, "MIN_BLOCK_BYTES", 2**12)
     monkeypatch.setattr(activations, "MAX_IN_FLIGHT", 2**18)
     model = tree_model(hf_model(True, device="cuda", max_position_embeddings=4096, **DENSE), "triton")
-    model.compute_dtype = torch.bfloat16
+    model.execution = Execution(torch.bfloat16)
     parallelize(model, OneRank(), compile=compile)
     # A trunk of 2,048 tokens with a branch every 256: at its end seven partitions are suspended.
     trunk, *branches = np.random.default_rng(0).integers(0, DENSE["vocab_size"], (8, 2048), np.int32)

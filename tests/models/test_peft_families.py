@@ -35,7 +35,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     **{name: {"rms_norm_eps": 1e-3} for name in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")},
     "olmo_hybrid": {"rms_norm_eps": 1e-3},
 }
-NATIVE = ("llama", "qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "kimi_linear")
+NATIVE = ("llama", "qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 CASES = [*FAMILIES, "gemma4_text with experts", "qwen3_moe with a dense layer"]
 CASES += [f"native {name}" for name in (*NATIVE, "qwen3_moe with a dense layer")]
 ONE_PART: list[dict[str, Any]] = [{"targets": ("in_proj_z", "layers.0.linear_attn.in_proj_b")}]

@@ -12,8 +12,7 @@ from titan_tree.errors import UserError
 from titan_tree.rl.run import check_without_weights, run
 from titan_tree.rl.sampler import Completion
 
-SERVER = ("rl.server.url=http://h:1", "rl.server.api=sglang")
-VLLM = ("rl.server.url=http://h:1", "rl.server.model=policy")
+SERVER = ("rl.server.url=http://h:1", "rl.server.model=policy")
 KL = "loss.kl.coefficient=0.1"
 
 
@@ -48,14 +47,17 @@ class Parrot:
         ),
         (["lora.rank=2", "lora.targets=[x_proj]"], "unknown target of LoRA (lora.targets) 'x_proj'"),
         (["lora.rank=2", "lora.quantize=nf4", "training.compile=true"], "training.compile: expected false"),
-        (["rl.server.url=h:1", "rl.server.api=sglang"], "rl.server.url: expected a URL such as"),
+        (["rl.server.url=h:1", "rl.server.model=policy"], "rl.server.url: expected a URL such as"),
         (["rl.server.url=http://h:1"], "rl.server.model: expected the name under which vLLM serves"),
         (
-            [*SERVER, "rl.server.weights=disk"],
-            "rl.server.weights: expected one of folder, broadcast, adapter",
+            [*SERVER, "rl.server.weights=broadcast"],
+            "rl.server.weights: expected one of folder, adapter, got 'broadcast'",
         ),
-        ([*VLLM, "rl.server.weights=broadcast"], "needs vllm 0.28 or later"),
-        ([*SERVER, "rl.server.weights=adapter"], 'rl.server.weights: expected "folder" or'),
+        (
+            [*SERVER, "rl.server.api=sglang"],
+            "'rl.server.api' was removed; delete it, and serve the model with vLLM",
+        ),
+        ([*SERVER, "rl.server.weights=adapter"], 'rl.server.weights: expected "folder" for a model without'),
         (
             [*SERVER, "rl.server.api_key_env=NO_SUCH_KEY"],
             "rl.server.api_key_env: expected the name of an environment variable that is set",

@@ -14,6 +14,7 @@ from tests.support.rl_runs import seeds_of
 from titan_tree import TokenPath, TokenTree, TreeLoss, TreeTokenizer, tree_logprobs
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.models.decoder import Decoder
+from titan_tree.models.tree_model import Execution
 from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.environment import Reply
 from titan_tree.rl.rollouts import Chat, Rollout, branches, play, token_paths
@@ -224,7 +225,7 @@ def test_experts_of_each_context_stay_as_they_were_sampled() -> None:
 def test_the_loss_of_compacted_rollouts_is_that_of_their_definition(reduction: str) -> None:
     """Computed for each path alone with tree_logprobs. rollout_token_mean is the mean over rollouts."""
     model = tiny_model()
-    model.compute_dtype = torch.float32
+    model.execution = Execution(torch.float32)
     chat = Chat(TOKENIZER)
     rollouts = chat.start(Summarizing(), 3)
     short = SimpleNamespace(prompt=Summarizing().prompt, reply=lambda turns: Reply(None, 2.0))

@@ -25,7 +25,7 @@ from titan_tree.models.lora.adapters import add_lora
 from titan_tree.models.transformers import TransformersModel
 from titan_tree.models.transformers.generation import generating
 from titan_tree.models.transformers.support import SUPPORTED
-from titan_tree.models.tree_model import TreeModel
+from titan_tree.models.tree_model import Execution, TreeModel
 from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.generate_sampler import GenerateSampler, default_sampler
 from titan_tree.rl.sampler import Completion
@@ -40,14 +40,11 @@ NATIVE = {
     "qwen3_5": {},
     "qwen3_5_moe": {"tie_word_embeddings": False},
     "qwen3_next": {},
-    "kimi_linear": {},
 }
 
 
 def native(name: str, **sizes: Any) -> Decoder:
     """Returns a small model in which all weights matter."""
-    if name == "kimi_linear":
-        pytest.importorskip("transformers.models.kimi_linear")
     model = tiny_model(name.split()[0], **{"vocab_size": 64} | NATIVE[name] | sizes)
     with torch.no_grad():
         model.norm.weight.add_(4.0)  # sharp distributions
@@ -239,7 +236,7 @@ def test_no_weight_is_copied(name: str) -> None:
         dtypes.update({out.dtype, *(weight.dtype for weight in made.parameters())})
 
     model.last_norm.register_forward_hook(note)
-    model.compute_dtype = torch.bfloat16
+    model.execution = Execution(torch.bfloat16)
     GenerateSampler(model).sample([[1, 2]], [3], STOP, [0])
     assert dtypes == {torch.bfloat16}
     assert weights_of(made) == weights_of(model)  # the casts are gone
@@ -265,7 +262,7 @@ def assert_bf16_is_as_exact_as_training(name: str, device: str = "cpu", **sizes:
     """
     model, rounded = small(name, **sizes).to(device), small(name, **sizes).to(device, torch.bfloat16)
     exact = small(name, **sizes).double()
-    model.compute_dtype = torch.bfloat16
+    model.execution = Execution(torch.bfloat16)
     contexts, limits = random_contexts(), [*LIMITS, 9]
     turns = GenerateSampler(model).sample(contexts, limits, STOP, range(len(contexts)))
     own = torch.cat([torch.tensor(turn.logprobs) for turn in turns])

@@ -19,7 +19,7 @@ from titan_tree import build_model
 from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.environment import ENVIRONMENTS
 from titan_tree.rl.run import run
-from titan_tree.rl.server.protocols import VLLM
+from titan_tree.rl.server.vllm import VLLM
 from titan_tree.rl.settings import RLRunConfig
 from titan_tree.rl.trainer import RLTrainer
 from titan_tree.run.checkpoint.checkpoints import Checkpoints
@@ -171,7 +171,7 @@ def test_ranks_that_were_killed_amid_an_update_of_servers_resume_exactly(tmp_pat
     base = config(tmp_path, "two tasks")
     model = build_model(base.model.name, "debug", **base.model.overrides)
     model.init_weights(base.training.seed)
-    server = RolloutServer("vllm", model)
+    server = RolloutServer(model)
     with rollout_server(server) as url:
         more = (*ASYNCHRONOUS, f"rl.server.url={url}")
         run_ranks(train_ranks, 2, 2, tmp_path / "whole", "two tasks", *more, "training.steps=2")
@@ -240,7 +240,7 @@ def test_two_ranks_with_two_servers_equal_one_rank_with_one(tmp_path: Path, name
     models = [build_model(base.model.name, "debug", **base.model.overrides) for _ in range(3)]
     for model in models:
         model.init_weights(base.training.seed)
-    servers = [RolloutServer("vllm", model) for model in models]
+    servers = [RolloutServer(model) for model in models]
     with ExitStack() as stack:
         first, second, third = (stack.enter_context(rollout_server(server)) for server in servers)
         urls = f"rl.server.url=[{first}, {second}]"

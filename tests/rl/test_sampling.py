@@ -15,6 +15,7 @@ from titan_tree import TreeTokenizer, UserError, build_model, tree_logprobs
 from titan_tree.components.lora import LoRA, is_factor
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.lora.adapters import add_lora
+from titan_tree.models.tree_model import Execution
 from titan_tree.rl import cached_sampler
 from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.environment import Desk, Reply
@@ -91,7 +92,7 @@ def test_layers_of_a_compiled_model_share_few_graphs(monkeypatch: pytest.MonkeyP
     inputs = [[1, 2, 3], [1, 2, 4, 5], [6, 7]], [9, 1, 5], 258, range(3)
     expected = CachedSampler(model).sample(*inputs)
     assert [count.frame_count for count in counts] == [0, 0]
-    model.is_compiled = True
+    model.execution = Execution(is_compiled=True)
     assert CachedSampler(model).sample(*inputs) == expected
     assert all(1 <= count.frame_count <= 3 for count in counts)
 
@@ -222,7 +223,7 @@ def test_the_sampler_uses_the_current_weights_in_the_dtype_of_training() -> None
     with torch.no_grad():
         model.embed_tokens.weight.mul_(-1)
     assert sampler.sample([[1, 2]], [8], 258, [0]) != before
-    model.compute_dtype = torch.bfloat16
+    model.execution = Execution(torch.bfloat16)
     (turn,) = sampler.sample([[1, 2]], [8], 258, [0])
     assert model.embed_tokens.weight.dtype == torch.float32
     exact = tiny_model().to(torch.bfloat16)

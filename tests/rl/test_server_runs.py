@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import titan_tree.rl.__main__ as command
 from tests.support import rollout_server as support
 from tests.support.cases import exhaustive, slow_except
 from tests.support.rl_runs import DEMO, TINY, rows, tiny
-from tests.support.rollout_server import RolloutServer, random_turn, rollout_server, server_process
+from tests.support.rollout_server import RolloutServer, random_turn, rollout_server
 from titan_tree import TokenPath, UserError, build_model, tree_logprobs
 from titan_tree.components.lora import LoRA
 from titan_tree.models.decoder import Decoder
@@ -44,8 +43,8 @@ def other_model(name: str = "qwen3") -> Decoder:
     return build_model(name, "debug", vocab_size=282, hidden_size=32, head_dim=16)
 
 
-def options(url: str, api: str = "sglang", **more: Any) -> list[str]:
-    keys = {"url": url, "api": api, "model": "policy"} | more
+def options(url: str, **more: Any) -> list[str]:
+    keys = {"url": url, "model": "policy"} | more
     return [*LETTERS, *(f"rl.server.{key}={value}" for key, value in keys.items())]
 
 
@@ -79,14 +78,13 @@ def ran(config: Any, kind: type[RLTrainer] = Recorded) -> Any:
     return trainer
 
 
-@pytest.mark.parametrize("api", ["vllm", "sglang"])
 def test_the_command_samples_from_a_server(
-    api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ROLLOUT_KEY", "secret")
-    server = RolloutServer(api, other_model())
+    server = RolloutServer(other_model())
     with rollout_server(server) as url:
-        own = options(url, api, api_key_env="ROLLOUT_KEY", concurrency=4)
+        own = options(url, api_key_env="ROLLOUT_KEY", concurrency=4)
         arguments = ["--config", str(DEMO), f"folder={tmp_path}", *TINY, *own, "training.steps=3"]
         assert command.main(arguments) == 0, capsys.readouterr().err
     assert "KL divergence" not in capsys.readouterr().out
@@ -113,7 +111,7 @@ def test_logprobs_that_are_not_those_of_the_model_are_noticed(
 ) -> None:
     """The server says that all its tokens were certain. Without KL, the loss trains on in silence."""
     monkeypatch.setattr(support, "random_turn", lambda *turn: certain(*random_turn(*turn)))
-    with rollout_server(RolloutServer("sglang", other_model())) as url:
+    with rollout_server(RolloutServer(other_model())) as url:
         ran(tiny(tmp_path, *options(url), f"loss.name={loss}", "training.steps=2"), RLTrainer)
     (warning,) = [record.getMessage() for record in caplog.records if "KL divergence" in record.getMessage()]
     found = re.fullmatch(rf"step 1: {field}: expected log-probs .* KL divergence of (\S+) nats .*", warning)
@@ -127,16 +125,15 @@ def certain(tokens: list[int], logprobs: list[float], experts: Any) -> tuple[lis
 
 
 TUNED = ("lora.rank=4", "optimizer.lr=0.05")
-# The API, how weights reach the server, and other options.
-UPDATES: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "folder": ("sglang", "folder", ()),
-    "broadcast": ("sglang", "broadcast", ()),
-    "merged": ("vllm", "folder", TUNED),
-    "adapter": ("vllm", "adapter", TUNED),
+# How weights reach the server, and other options.
+UPDATES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "folder": ("folder", ()),
+    "merged": ("folder", TUNED),
+    "adapter": ("adapter", TUNED),
 }
 # Without asynchronous steps, the trainer does the same for every kind of update.
-SYNCHRONOUS = [("broadcast", 0), ("merged", 0), ("adapter", 0)]
-OLD_LOGPROBS = [("folder", 1), ("adapter", 1), ("folder", 0), ("broadcast", 1), ("merged", 1)]
+SYNCHRONOUS = [("merged", 0), ("adapter", 0)]
+OLD_LOGPROBS = [("folder", 1), ("adapter", 1), ("folder", 0), ("merged", 1)]
 
 
 @pytest.mark.parametrize(
@@ -149,16 +146,12 @@ OLD_LOGPROBS = [("folder", 1), ("adapter", 1), ("folder", 0), ("broadcast", 1), 
 def test_old_logprobs_are_those_of_the_weights_that_sampled(
     update: str, async_steps: int, tmp_path: Path
 ) -> None:
-    api, weights, more = UPDATES[update]
+    weights, more = UPDATES[update]
     base = tiny(tmp_path, *LETTERS)
     model = build_model(base.model.name, "debug", **base.model.overrides)
     model.init_weights(base.training.seed)
-    with ExitStack() as stack:
-        if weights == "broadcast":
-            url, _ = stack.enter_context(server_process(**base.model.overrides))
-        else:
-            url = stack.enter_context(rollout_server(RolloutServer(api, model)))
-        own = [*options(url, api, weights=weights), f"rl.async_steps={async_steps}", *more]
+    with rollout_server(RolloutServer(model)) as url:
+        own = [*options(url, weights=weights), f"rl.async_steps={async_steps}", *more]
         trainer = ran(tiny(tmp_path, *own))
     check_logprobs(trainer, [0, *[async_steps] * 3])
 
@@ -198,7 +191,7 @@ def test_the_next_step_samples_while_one_trains(tmp_path: Path) -> None:
             assert step != 2 or trained.wait(30)
             return super().rollouts(step)
 
-    with rollout_server(RolloutServer("sglang", other_model())) as url:
+    with rollout_server(RolloutServer(other_model())) as url:
         config = tiny(tmp_path, *options(url), "rl.async_steps=1", "training.steps=2")
         trainer = ran(config, Overlapping)
     assert len(trainer.trained) == 2
@@ -207,7 +200,7 @@ def test_the_next_step_samples_while_one_trains(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_resumed_run_loses_and_repeats_no_task(tmp_path: Path) -> None:
     prompts: dict[str, dict[int, Any]] = {"whole": {}, "resumed": {}}
-    with rollout_server(RolloutServer("sglang", other_model())) as url:
+    with rollout_server(RolloutServer(other_model())) as url:
         for name, all_steps in {"whole": [4], "resumed": [2, 4]}.items():
             for steps in all_steps:
                 own = [*options(url), "rl.async_steps=1", f"training.steps={steps}"]
@@ -234,7 +227,7 @@ def test_errors_of_the_sampling_thread_end_the_run(
                 raise error
             return super().rollouts(step)
 
-    with rollout_server(RolloutServer("sglang", other_model())) as url:
+    with rollout_server(RolloutServer(other_model())) as url:
         own = [*options(url), f"rl.async_steps={async_steps}", "checkpoint.interval=1"]
         message = (
             "boom; the run ended after step 2; the same command .*step-2" if "boom" in str(error) else "bug"
@@ -247,10 +240,10 @@ def test_errors_of_the_sampling_thread_end_the_run(
 
 
 def test_a_failed_update_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
-    server = RolloutServer("sglang", other_model())
+    server = RolloutServer(other_model())
 
     def refuse(path: str, body: Any) -> Any:
-        is_second = path == "/update_weights_from_disk" and body["weight_version"].endswith("-2")
+        is_second = path == "/collective_rpc" and body["kwargs"]["weights_path"].endswith("-2")
         return (400, "disk is full") if is_second else None
 
     server.fail = refuse
@@ -264,10 +257,10 @@ def test_a_failed_update_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("async_steps", exhaustive((0,), [0, 1]))
 def test_a_signal_ends_the_wait_for_rollouts(async_steps: int, tmp_path: Path) -> None:
     """The server stops answering after its second update. The run ends after a checkpoint."""
-    server, hangs, released = RolloutServer("sglang", other_model()), threading.Event(), threading.Event()
+    server, hangs, released = RolloutServer(other_model()), threading.Event(), threading.Event()
 
     def hang(path: str, body: Any) -> None:
-        if path == "/generate" and server.version.endswith("-1"):
+        if path == "/v1/completions" and server.version.endswith("-1"):
             hangs.set()
             released.wait(60)
 
@@ -298,11 +291,10 @@ def test_a_signal_ends_the_wait_for_rollouts(async_steps: int, tmp_path: Path) -
     assert (tmp_path / "checkpoints" / f"step-{done}").exists()
 
 
-@pytest.mark.parametrize("api", ["vllm", "sglang"])
-def test_recorded_experts_are_replayed(api: str, tmp_path: Path) -> None:
+def test_recorded_experts_are_replayed(tmp_path: Path) -> None:
     """The experts are those that the server's model used, -1 for the last token, and training forces them."""
-    with rollout_server(RolloutServer(api, other_model("qwen3_moe"))) as url:
-        own = [*options(url, api), "model.name=qwen3_moe", "data.replay=first", "training.steps=2"]
+    with rollout_server(RolloutServer(other_model("qwen3_moe"))) as url:
+        own = [*options(url), "model.name=qwen3_moe", "data.replay=first", "training.steps=2"]
         trainer = ran(tiny(tmp_path, *own))
     for step, by_task in trainer.trained.items():
         trainer.model.load_state_dict(trainer.weights[step - 1])
@@ -336,7 +328,7 @@ def test_replay_needs_a_sampler_that_records_experts(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_server_of_a_run_may_change(tmp_path: Path) -> None:
     for steps in (1, 2):
-        with rollout_server(RolloutServer("sglang", other_model())) as url:
+        with rollout_server(RolloutServer(other_model())) as url:
             trainer = ran(tiny(tmp_path, *options(url), f"training.steps={steps}", "checkpoint.interval=1"))
     assert sorted(trainer.trained) == [2]
 
@@ -349,7 +341,7 @@ def test_checkpoints_of_older_versions_lack_newer_keys() -> None:
 
 def test_each_start_of_a_run_names_its_versions_anew(tmp_path: Path) -> None:
     """A killed run has left its adapter on the server."""
-    server = RolloutServer("sglang", other_model())
+    server = RolloutServer(other_model())
     config = tiny(tmp_path, "lora.rank=2", *options("http://h:1", weights="adapter"))
     with rollout_server(server) as url:
         config.rl.server.url = url
@@ -368,7 +360,7 @@ def test_a_server_and_a_sampler_exclude_each_other(tmp_path: Path) -> None:
 
 
 def test_stopped_rollouts_are_no_rollouts(tmp_path: Path) -> None:
-    with rollout_server(RolloutServer("sglang", other_model())) as url:
+    with rollout_server(RolloutServer(other_model())) as url:
         trainer = RLTrainer(tiny(tmp_path, *options(url)))
         trainer.sampler.close()
         with pytest.raises(StoppedError):

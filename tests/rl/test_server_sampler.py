@@ -97,7 +97,7 @@ def test_a_server_that_never_answers_ends_the_run() -> None:
         ({}, "expected one choice with token_ids"),
         (
             {"choices": [{"text": "no ids"}], "usage": {}},
-            "a version of vLLM or SGLang that knows return_token",
+            "a version of vLLM that knows return_token",
         ),
         (turn([1, 2, STOP], [-1.0, -1.0]), "got 3, 2 and 3; the server loses tokens"),
         (turn([1, 2, STOP], usage={"completion_tokens": 4}), "got 3, 3 and 4; the server loses tokens"),
@@ -125,17 +125,17 @@ def test_a_server_that_never_answers_ends_the_run() -> None:
         (
             turn([1, STOP], prompt_token_ids=[1])
             | {"choices": [turn([1, STOP])["choices"][0] | {"prompt_token_ids": [2]}]},
-            "prompt_token_ids: expected one list, got two that differ; use another version of vLLM",
+            r"expected the token ids of the context, \[1\], as prompt_token_ids, got \[2\]; the server",
         ),
         (
             turn([1, STOP])
             | {"choices": [turn([1, STOP])["choices"][0] | {"prompt_token_ids": None}]}
             | {"prompt_token_ids": [2]},
-            r"expected one list of token ids of the context, \[1\], got another one, \[2\], too",
+            r"expected the token ids of the context, \[1\], as prompt_token_ids, got \[2\]; the server",
         ),
         (
             turn([1, STOP]) | {"prompt_token_ids": [2]},
-            r"expected one list of token ids of the context, \[1\], got another one, \[2\], too",
+            r"expected the token ids of the context, \[1\], as prompt_token_ids, got \[2\]; the server",
         ),
     ],
 )
@@ -154,80 +154,33 @@ def test_one_wrong_answer_among_many_is_not_lost() -> None:
         ServerSampler(url, "m").sample([[i] for i in range(100, 150)], [5] * 50, STOP, range(50))
 
 
-def generated(tokens: list[int], logprobs: list[Any] | None = None, **other: Any) -> dict[str, Any]:
-    """Returns an answer as that of SGLang's /generate."""
-    logprobs = [-0.5] * len(tokens) if logprobs is None else logprobs
-    pairs = [[logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=True)]
-    info = {
-        "output_token_logprobs": pairs,
-        "completion_tokens": len(tokens),
-        "finish_reason": {"type": "stop"},
-    }
-    return {"text": "?", "meta_info": info | other}
-
-
-def test_sglang_is_asked_through_its_own_endpoint() -> None:
-    def echo_ids(request: dict[str, Any], number: int) -> dict[str, Any]:
-        return generated([request["input_ids"][0], STOP], [-0.25, -1.5])
-
-    with server(echo_ids) as (url, requests):
-        sampler = ServerSampler(url, api_key="secret", api="sglang")
-        turns = sampler.sample([[8, 1], [9, 1]], [5, 6], STOP, range(3, 5))
-    assert [turn.tokens for turn in turns] == [[8, STOP], [9, STOP]]
-    assert turns[0].logprobs == [-0.25, -1.5]
-    first = next(request for request in requests if request["input_ids"] == [8, 1])
-    parameters = first["sampling_params"]
-    seeds = {request["sampling_params"].pop("sampling_seed") for request in requests}
-    assert len(seeds) == 2
-    assert parameters == {
-        "max_new_tokens": 5,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "stop_token_ids": [STOP],
-        "skip_special_tokens": False,
-    }
-    assert (first["return_logprob"], first["authorization"]) == (True, "Bearer secret")
-    assert "return_routed_experts" not in first
-
-
 TRUNCATION = Truncation(top_p=0.9, top_k=20, min_p=0.1)
 MASK = [[3, 5], [STOP]]
 
 
-def masked(api: str, mask: Any = MASK, logprobs: Any = (-0.25, 0.0)) -> dict[str, Any]:
+def masked(mask: Any = MASK, logprobs: Any = (-0.25, 0.0)) -> dict[str, Any]:
     """Returns an answer with the ids that sampling kept."""
-    if api == "sglang":
-        fields = {"output_token_sampling_mask": mask, "output_token_sampling_logprobs": list(logprobs)}
-        return generated([5, STOP], [-7.0, -7.0], **fields)
     answer = turn([5, STOP])
     content = [{"token_id": 5, "logprob": logprob, "top_logprobs": []} for logprob in logprobs]
     answer["choices"][0] |= {"logprobs": {"content": content}, "sampling_mask": mask}
     return answer
 
 
-@pytest.mark.parametrize("api", ["sglang", "vllm"])
-def test_servers_that_truncate_return_what_they_kept(api: Any) -> None:
-    with server(lambda request, number: masked(api)) as (url, requests):
-        sampler = ServerSampler(url, "m", api=api, truncation=TRUNCATION)
+def test_servers_that_truncate_return_what_they_kept() -> None:
+    with server(lambda request, number: masked()) as (url, requests):
+        sampler = ServerSampler(url, "m", truncation=TRUNCATION)
         (completion,) = sampler.sample([[1, 2]], [5], STOP, [0])
     assert completion.sampling_mask == MASK
     assert completion.logprobs == [-0.25, 0.0]
-    assert sampler.protocol.sampling_path == {"vllm": "/inference/v1/generate", "sglang": "/generate"}[api]
+    assert sampler.vllm.sampling_path == "/inference/v1/generate"
     (request,) = requests
     settings = request["sampling_params"]
     assert [settings[name] for name in ("top_p", "top_k", "min_p", "temperature")] == [0.9, 20, 0.1, 1.0]
     assert settings["stop_token_ids"] == [STOP]
-    if api == "sglang":
-        assert request["return_sampling_mask"] is True
-    else:
-        assert (request["model"], request["token_ids"]) == ("m", [1, 2])
-        assert (settings["logprobs"], settings["n"], settings["max_tokens"]) == (1, 1, 5)
+    assert (request["model"], request["token_ids"]) == ("m", [1, 2])
+    assert (settings["logprobs"], settings["n"], settings["max_tokens"]) == (1, 1, 5)
 
 
-@pytest.mark.parametrize("api", ["sglang", "vllm"])
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -238,47 +191,16 @@ def test_servers_that_truncate_return_what_they_kept(api: Any) -> None:
         ({"logprobs": (-0.25, -0.5)}, "0 for its only id, got -0.5; start vLLM with --logprobs-mode"),
     ],
 )
-def test_wrong_sampling_masks_are_reported(api: Any, changes: dict[str, Any], message: str) -> None:
-    with server(lambda request, number: masked(api, **changes)) as (url, requests):
+def test_wrong_sampling_masks_are_reported(changes: dict[str, Any], message: str) -> None:
+    with server(lambda request, number: masked(**changes)) as (url, requests):
         with pytest.raises(UserError, match=message):
-            ServerSampler(url, "m", api=api, truncation=TRUNCATION).sample([[1]], [5], STOP, [0])
+            ServerSampler(url, "m", truncation=TRUNCATION).sample([[1]], [5], STOP, [0])
         assert len(requests) == 1
 
 
 def test_truncation_by_a_server_needs_a_bound() -> None:
     with pytest.raises(UserError, match=r"rl.top_k: expected at least 1 with rl.top_p or .* got 0; set it"):
-        ServerSampler("http://127.0.0.1:1", api="sglang", truncation=Truncation(top_p=0.9))
-
-
-def test_sglang_may_end_a_turn_with_another_end_of_text_token() -> None:
-    finish = {"type": "stop", "matched": 6}
-    with server(lambda request, number: generated([1, 6], finish_reason=finish)) as (url, _):
-        (completion,) = ServerSampler(url, api="sglang").sample([[1]], [5], STOP, [0])
-    assert completion.tokens == [1, 6]  # without the token that ends a turn, so its rollout is cut off
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (generated([1, 2], finish_reason={"type": "stop", "matched": "text"}), "got 2 tokens that end with"),
-        ({}, "expected meta_info with output_token_logprobs"),
-        ({"meta_info": {"output_token_logprobs": [3]}}, "expected meta_info with output_token_logprobs"),
-        (generated([1, STOP], completion_tokens=3), "got 2, 2 and 3; the server loses tokens"),
-        (generated([1, 2], finish_reason={"type": "abort"}), r"got 2 tokens .*'type': 'abort'"),
-        (generated([1, STOP], finish_reason={"type": "abort"}), r"got 2 tokens .*'type': 'abort'"),
-        (generated([1, STOP], finish_reason=None), r"got 2 tokens .*finish_reason None"),
-        (
-            generated([1, STOP], prompt_tokens=0),
-            "expected the server to read all 1 tokens of the context, got 0",
-        ),
-        (generated([1, STOP], [None, -1.0]), "numbers as token_logprobs"),
-    ],
-)
-def test_wrong_answers_of_sglang_are_reported(answer: Any, message: str) -> None:
-    with server(lambda request, number: answer) as (url, requests):
-        with pytest.raises(UserError, match=message):
-            ServerSampler(url, api="sglang").sample([[1]], [5], STOP, [0])
-        assert len(requests) == 1
+        ServerSampler("http://127.0.0.1:1", "m", truncation=Truncation(top_p=0.9))
 
 
 SIZES = ExpertSizes(num_layers=2, top_k=3, num_experts=8)
@@ -297,10 +219,6 @@ def npy(rows: np.ndarray, old: bytes = b"", new: bytes = b"") -> str:
     return base64.b64encode(file.getvalue().replace(old, new, 1)).decode()
 
 
-def as_sglang(rows: np.ndarray) -> dict[str, Any]:
-    return generated([5, STOP], routed_experts=base64.b64encode(rows.astype("<i4").tobytes()).decode())
-
-
 def as_vllm(rows: Any, prompt: Any = None) -> dict[str, Any]:
     answer = turn([5, STOP])
     answer["choices"][0]["routed_experts"] = rows
@@ -308,58 +226,46 @@ def as_vllm(rows: Any, prompt: Any = None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("api", "answer"),
+    "answer",
     [
-        ("sglang", as_sglang(routes(4))),
-        ("vllm", as_vllm(npy(routes(4).astype(np.uint8)))),
-        ("vllm", as_vllm(routes(4)[3:].tolist(), routes(4)[:3].tolist())),
-        ("vllm", as_vllm([*routes(4)[3:].tolist(), [[0, 1, 2]] * 2], routes(4)[:3].tolist())),
+        as_vllm(npy(routes(4).astype(np.uint8))),
+        as_vllm(routes(4)[3:].tolist(), routes(4)[:3].tolist()),
+        as_vllm([*routes(4)[3:].tolist(), [[0, 1, 2]] * 2], routes(4)[:3].tolist()),
     ],
-    ids=["sglang", "vllm .npy", "vllm lists", "vllm with a row for the last token"],
+    ids=[".npy", "lists", "a row for the last token"],
 )
-def test_experts_of_all_tokens_but_the_last_one_are_kept(api: Any, answer: Any) -> None:
+def test_experts_of_all_tokens_but_the_last_one_are_kept(answer: Any) -> None:
     """The context has three tokens and the turn two; the model has not read the last one."""
-    with server(lambda request, number: answer) as (url, requests):
-        (completion,) = ServerSampler(url, "m", api=api, experts=SIZES).sample([[1, 2, 3]], [5], STOP, [0])
-        assert requests[0].get("return_routed_experts") == (True if api == "sglang" else None)
+    with server(lambda request, number: answer) as (url, _):
+        (completion,) = ServerSampler(url, "m", experts=SIZES).sample([[1, 2, 3]], [5], STOP, [0])
     assert completion.experts.dtype == np.int16
     assert np.array_equal(completion.experts, routes(4))
 
 
 @for_each(
-    ("api", "answer", "message"),
+    ("answer", "message"),
     [
-        ("sglang", generated([5, STOP]), "expected routed_experts, got none; start the server with --enable"),
-        ("vllm", turn([5, STOP]), "expected routed_experts, got none"),
+        (turn([5, STOP]), "expected routed_experts, got none; start the server with --enable"),
         (
-            "sglang",
-            as_sglang(routes(3)),
-            r"expected 4 rows of 2 layers and 3 experts, got an array of shape \(3, 2, 3\)",
+            as_vllm(npy(routes(3))),
+            r"expected 4 rows of 2 layers and 3 experts, got an array of shape \(3,",
         ),
-        ("sglang", as_sglang(np.tile(routes(4), (1, 2, 1))), r"got an array of shape \(8, 2, 3\)"),
-        ("sglang", as_sglang(routes(4) + 8), "expected ids from 0 to 7, .* got int32 from 8 to 15"),
-        (
-            "sglang",
-            generated([5, STOP], routed_experts="?"),
-            "routed_experts: .*; use another version of SGLang",
-        ),
-        ("vllm", as_vllm(npy(routes(9))), r"expected 4 rows .* got an array of shape \(9, 2, 3\)"),
-        ("vllm", as_vllm("AAAA"), "routed_experts: .*; use another version of vLLM"),
-        ("vllm", as_vllm(npy(routes(4), b"(4, 2, 3)", b"(4, 2, 3))")), "routed_experts: .*; use"),
-        ("vllm", as_vllm(npy(routes(4), b"(4, 2, 3)", b"(10**4,)")), "routed_experts: .*; use"),
-        ("vllm", as_vllm(npy(routes(4), b"(4,", b"(4000000000000000,")), "routed_experts: "),
-        ("vllm", as_vllm([[["1"] * 3] * 2], routes(4)[:3].tolist()), r"ids from 0 to 7, .* got <U21;"),
-        ("vllm", as_vllm([[[None] * 3] * 2], routes(4)[:3].tolist()), r"ids from 0 to 7, .* got object;"),
-        (
-            "vllm",
-            as_vllm([[[1, 2, 3]]], [[[1, 2, 3]] * 2] * 3),
-            "routed_experts: .*; use another version of vLLM",
-        ),
+        (as_vllm(npy(routes(9))), r"expected 4 rows .* got an array of shape \(9, 2, 3\)"),
+        (as_vllm(npy(np.tile(routes(4), (1, 2, 1)))), r"got an array of shape \(4, 4, 3\)"),
+        (as_vllm(npy(routes(4) + 8)), "expected ids from 0 to 7, .* got int64 from 8 to 15"),
+        (as_vllm("AAAA"), "routed_experts: .*; use another version of vLLM"),
+        (as_vllm("?"), "routed_experts: .*; use another version of vLLM"),
+        (as_vllm(npy(routes(4), b"(4, 2, 3)", b"(4, 2, 3))")), "routed_experts: .*; use"),
+        (as_vllm(npy(routes(4), b"(4, 2, 3)", b"(10**4,)")), "routed_experts: .*; use"),
+        (as_vllm(npy(routes(4), b"(4,", b"(4000000000000000,")), "routed_experts: "),
+        (as_vllm([[["1"] * 3] * 2], routes(4)[:3].tolist()), r"ids from 0 to 7, .* got <U21;"),
+        (as_vllm([[[None] * 3] * 2], routes(4)[:3].tolist()), r"ids from 0 to 7, .* got object;"),
+        (as_vllm([[[1, 2, 3]]], [[[1, 2, 3]] * 2] * 3), "routed_experts: .*; use another version of vLLM"),
     ],
 )
-def test_wrong_experts_are_reported(api: Any, answer: Any, message: str) -> None:
+def test_wrong_experts_are_reported(answer: Any, message: str) -> None:
     with server(lambda request, number: answer) as (url, _), pytest.raises(UserError, match=message):
-        ServerSampler(url, "m", api=api, experts=SIZES).sample([[1, 2, 3]], [5], STOP, [0])
+        ServerSampler(url, "m", experts=SIZES).sample([[1, 2, 3]], [5], STOP, [0])
 
 
 def test_rollouts_from_a_server_are_those_of_its_model() -> None:

@@ -14,13 +14,11 @@ from titan_tree.models.decoder import Decoder
 from titan_tree.models.lora.adapters import add_lora
 from titan_tree.rl.server.server_sampler import PushSettings, ServerSampler
 
-LOADED = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}
 
-
-def pushing(url: str, api: str, folder: Path = Path("/none"), **settings: Any) -> ServerSampler:
+def pushing(url: str, folder: Path, **settings: Any) -> ServerSampler:
     """Returns a sampler whose versions are called "run-STEP"."""
-    push = PushSettings(run="run", folder=folder, dtype=settings.pop("dtype", torch.float32), source=None)
-    return ServerSampler(url, "m", api=api, push=push, **settings)
+    push = PushSettings(run="run", folder=folder, dtype=torch.float32, source=None)
+    return ServerSampler(url, "m", push=push, **settings)
 
 
 def other_weights(model: Decoder, seed: int) -> None:
@@ -30,12 +28,11 @@ def other_weights(model: Decoder, seed: int) -> None:
             parameter.add_(torch.randn_like(parameter))
 
 
-@pytest.mark.parametrize("api", ["vllm", "sglang"])
-def test_a_server_samples_from_the_weights_in_the_folder(api: str, tmp_path: Path) -> None:
+def test_a_server_samples_from_the_weights_in_the_folder(tmp_path: Path) -> None:
     """The log-probs that it reports are those of the trained model, after each of three updates."""
-    model, server = tiny_model(), RolloutServer(api, tiny_model())
+    model, server = tiny_model(), RolloutServer(tiny_model())
     with rollout_server(server) as url:
-        sampler = pushing(url, api, tmp_path / "weights")
+        sampler = pushing(url, tmp_path / "weights")
         for step in range(3):
             other_weights(model, step)
             sampler.update(model, step)
@@ -51,59 +48,44 @@ def test_a_server_samples_from_the_weights_in_the_folder(api: str, tmp_path: Pat
     assert not (tmp_path / "weights").exists()
 
 
-def test_commands_come_in_the_order_that_the_servers_document(tmp_path: Path) -> None:
+def test_commands_come_in_the_order_that_vllm_documents(tmp_path: Path) -> None:
     folder = str((tmp_path / "w" / "run-7").resolve())
-    expected = {
-        "vllm": [
-            ("/pause?mode=wait", {}),
-            ("/weight_info", None),
-            ("/update_weight_version", {"new_version": "run-7"}),
-            ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
-            ("/reset_prefix_cache", {}),
-            ("/resume", {}),
-            ("/weight_info", None),
-        ],
-        "sglang": [
-            ("/pause_generation", {"mode": "abort"}),
-            ("/flush_cache", {}),
-            ("/update_weights_from_disk", {"model_path": folder, "weight_version": "run-7"}),
-            ("/continue_generation", {}),
-            ("/get_weight_version", None),
-        ],
-    }
-    for api, calls in expected.items():
-        server = RolloutServer(api)
-        with rollout_server(server) as url:
-            pushing(url, api, tmp_path / "w").update(tiny_model(), 7)
-        assert server.calls == calls
+    server = RolloutServer()
+    with rollout_server(server) as url:
+        pushing(url, tmp_path / "w").update(tiny_model(), 7)
+    assert server.calls == [
+        ("/pause?mode=wait", {}),
+        ("/weight_info", None),
+        ("/update_weight_version", {"new_version": "run-7"}),
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
+        ("/reset_prefix_cache", {}),
+        ("/resume", {}),
+        ("/weight_info", None),
+    ]
 
 
 @pytest.mark.parametrize(
-    ("api", "path", "instead", "message"),
+    ("path", "instead", "message"),
     [
-        ("sglang", LOADED["sglang"], (400, "no such file"), "from_disk: refused .* status 400: no such file"),
-        ("sglang", LOADED["sglang"], {"success": False, "message": "shape"}, "expected success, got .*shape"),
-        ("sglang", "/pause_generation", (404, "?"), "/pause_generation: refused a request with status 404"),
-        ("sglang", "/flush_cache", (400, "busy"), "/flush_cache: no answer after 5 attempts, .*busy"),
-        ("vllm", LOADED["vllm"], (500, "crash"), "/collective_rpc: no answer after 5 attempts, .*crash"),
-        ("vllm", "/reset_prefix_cache", {"success": False}, "/reset_prefix_cache: expected success"),
+        ("/pause?mode=wait", (404, "?"), r"/pause\?mode=wait: refused a request with status 404"),
+        ("/collective_rpc", (400, "no such file"), "/collective_rpc: refused .* status 400: no such file"),
+        ("/collective_rpc", (500, "crash"), "/collective_rpc: no answer after 5 attempts, .*crash"),
+        ("/reset_prefix_cache", {"success": False, "message": "busy"}, "expected success, got busy"),
     ],
 )
-def test_a_failed_push_is_one_line(api: str, path: str, instead: Any, message: str, tmp_path: Path) -> None:
-    server = RolloutServer(api)
+def test_a_failed_push_is_one_line(path: str, instead: Any, message: str, tmp_path: Path) -> None:
+    server = RolloutServer()
     server.fail = lambda called, body: instead if called == path else None
     with rollout_server(server) as url:
         with pytest.raises(
             UserError, match=f"weights of step 3: the server did not take them over.*{message}"
         ):
-            pushing(url, api, tmp_path / "w").update(tiny_model(), 3)
-        resumed = {"vllm": "/resume", "sglang": "/continue_generation"}[api]
-        assert resumed not in [called for called, _ in server.calls]  # it may hold weights of two versions
+            pushing(url, tmp_path / "w").update(tiny_model(), 3)
+        assert "/resume" not in [called for called, _ in server.calls]  # it may hold weights of two versions
 
 
-@pytest.mark.parametrize("api", ["vllm", "sglang"])
-def test_dropped_connections_are_retried(api: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    server, failed = RolloutServer(api), set()
+def test_dropped_connections_are_retried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    server, failed = RolloutServer(), set()
 
     def drop_once(path: str, body: Any) -> None:
         if path not in failed:
@@ -113,68 +95,50 @@ def test_dropped_connections_are_retried(api: str, tmp_path: Path, caplog: pytes
     server.fail = drop_once
     model = tiny_model()
     with rollout_server(server) as url:
-        pushing(url, api, tmp_path / "w").update(model, 1)
+        pushing(url, tmp_path / "w").update(model, 1)
     assert torch.equal(server.model.embed_tokens.weight, model.embed_tokens.weight)
     assert caplog.text.count("attempt 1 of 5 failed") == len(failed) >= 5
 
 
-@pytest.mark.parametrize("api", ["vllm", "sglang"])
-def test_other_weights_than_those_that_were_sent_are_reported(api: str, tmp_path: Path) -> None:
+def test_other_weights_than_those_that_were_sent_are_reported(tmp_path: Path) -> None:
     """The server ignores an update, or another program updates it between two turns."""
-    server = RolloutServer(api, tiny_model())
+    server = RolloutServer(tiny_model())
     with rollout_server(server) as url:
-        sampler = pushing(url, api, tmp_path / "w")
+        sampler = pushing(url, tmp_path / "w")
         sampler.update(tiny_model(), 1)
         sampler.sample([[1]], [3], 258, [0])
         server.version = "another"
         with pytest.raises(UserError, match="version: expected 'run-1', which this run sent, got 'another'"):
             sampler.sample([[1]], [3], 258, [0])
-        named = {"vllm": "/weight_info", "sglang": "/get_weight_version"}[api]
-        server.fail = lambda path, body: {"weight_version": "old"} if path == named else None
+        server.fail = lambda path, body: {"weight_version": "old"} if path == "/weight_info" else None
         with pytest.raises(
             UserError, match="weight version: expected 'run-2', which this run sent, got 'old'"
         ):
             sampler.update(tiny_model(), 2)
 
 
-@pytest.mark.parametrize("api", ["vllm", "sglang"])
-def test_a_server_that_restarts_during_an_update_is_reported(api: str, tmp_path: Path) -> None:
+def test_a_server_that_restarts_during_an_update_is_reported(tmp_path: Path) -> None:
     """It restarts with its first weights before the command that follows the load."""
-    server = RolloutServer(api, tiny_model())
+    server = RolloutServer(tiny_model())
 
     def restart(path: str, body: Any) -> None:
-        if LOADED[api] in [called for called, _ in server.calls[:-1]] and server.paused:
+        if "/collective_rpc" in [called for called, _ in server.calls[:-1]] and server.paused:
             server.model, server.version, server.paused = server.base, "default", False
 
     server.fail = restart
     message = "version: expected 'run-1', which this run sent, got 'default'"
     with rollout_server(server) as url, pytest.raises(UserError, match=message):
-        pushing(url, api, tmp_path / "w").update(tiny_model(), 1)
+        pushing(url, tmp_path / "w").update(tiny_model(), 1)
     assert server.model is server.base
 
 
-def test_an_answer_of_other_weights_is_reported(tmp_path: Path) -> None:
-    """The server has changed back to the sent weights before the trainer asks it for their version."""
-    server = RolloutServer("sglang", tiny_model())
-    with rollout_server(server) as url:
-        sampler = pushing(url, "sglang", tmp_path / "w")
-        sampler.update(tiny_model(), 1)
-        server.version = "another"
-        server.fail = lambda path, body: (
-            {"weight_version": "run-1"} if path == "/get_weight_version" else None
-        )
-        with pytest.raises(UserError, match=r"weight version: expected 'run-1', .*, got 'another'"):
-            sampler.sample([[1]], [3], 258, [0])
-
-
-@pytest.mark.parametrize("api", ["vllm", "sglang"])
 def test_servers_without_versions_are_used_with_a_warning(
-    api: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = RolloutServer(api, tiny_model())
+    server = RolloutServer(tiny_model())
     server.reports_version = False
     with rollout_server(server) as url:
-        sampler = pushing(url, api, tmp_path / "w")
+        sampler = pushing(url, tmp_path / "w")
         for step in range(2):
             sampler.update(tiny_model(), step)
             sampler.sample([[1]], [3], 258, [0])
@@ -182,10 +146,10 @@ def test_servers_without_versions_are_used_with_a_warning(
 
 
 def test_a_server_whose_first_weights_have_no_version_gets_one(tmp_path: Path) -> None:
-    server = RolloutServer("vllm", tiny_model())
+    server = RolloutServer(tiny_model())
     server.version = None
     with rollout_server(server) as url:
-        pushing(url, "vllm", tmp_path / "w").update(tiny_model(), 4)
+        pushing(url, tmp_path / "w").update(tiny_model(), 4)
     assert server.version == "run-4"
 
 
@@ -196,12 +160,11 @@ def test_a_server_that_gets_no_weights_is_warned_about(caplog: pytest.LogCapture
     assert caplog.text.count("nothing sends the trained weights to it") == 1
 
 
-@pytest.mark.parametrize("api", ["vllm", "sglang"])
-def test_an_adapter_is_loaded_under_the_name_of_its_version(api: str, tmp_path: Path) -> None:
-    model, server = tiny_model(), RolloutServer(api, tiny_model())
+def test_an_adapter_is_loaded_under_the_name_of_its_version(tmp_path: Path) -> None:
+    model, server = tiny_model(), RolloutServer(tiny_model())
     add_lora(model, LoRA(rank=4, alpha=8.0, targets=()))
     with rollout_server(server) as url:
-        sampler = pushing(url, api, tmp_path / "w", weights="adapter")
+        sampler = pushing(url, tmp_path / "w", weights="adapter")
         for step in range(2):
             for name, parameter in model.named_parameters():
                 if is_factor(name):
@@ -209,8 +172,7 @@ def test_an_adapter_is_loaded_under_the_name_of_its_version(api: str, tmp_path: 
             sampler.update(model, step)
             assert list(server.adapters) == [f"run-{step}"]
             (turn,) = sampler.sample([[1, 2, 3]], [12], 258, [step])
-            asked = server.samples[-1]
-            assert (asked["model"] if api == "vllm" else asked["lora_path"]) == f"run-{step}"
+            assert server.samples[-1]["model"] == f"run-{step}"
             with torch.no_grad():
                 (expected,) = tree_logprobs(model, [[1, 2, 3, *turn.tokens]])
             torch.testing.assert_close(torch.tensor(turn.logprobs), expected[2:], atol=1e-4, rtol=0)

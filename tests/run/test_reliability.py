@@ -163,7 +163,7 @@ def test_the_campaign_of_servers_notices_a_key_and_a_wrong_turn(
     import servers
 
     from titan_tree import errors
-    from titan_tree.rl.server import client, protocols
+    from titan_tree.rl.server import client, vllm
 
     monkeypatch.setattr(client, "PAUSE_S", 0.01)
     monkeypatch.setattr(errors, "_secrets", {})
@@ -179,7 +179,7 @@ def test_the_campaign_of_servers_notices_a_key_and_a_wrong_turn(
         patch.setattr(client, "hide", lambda text: text)
         with pytest.raises(training.LostError, match="shows the key"):
             trials("key repeated", 10)
-    monkeypatch.setattr(protocols, "_check_all", lambda *arguments: None)
+    monkeypatch.setattr(vllm, "_check_all", lambda *arguments: None)
     monkeypatch.setattr(client, "parse_json", lambda content, place: json.loads(content))
     with pytest.raises((training.LostError, TypeError, ValueError)):
         trials("value", 20)

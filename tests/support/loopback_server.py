@@ -30,7 +30,7 @@ def server(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
-            assert self.path in ("/v1/completions", "/generate", "/inference/v1/generate")
+            assert self.path in ("/v1/completions", "/inference/v1/generate")
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             request["authorization"] = self.headers["Authorization"]
             with lock:

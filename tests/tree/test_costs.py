@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from titan_tree import TreePartitioner, build_model
+from titan_tree.models.tree_model import Execution
 from titan_tree.tree.costs import QWEN3_1_7B, ModelCosts, attention_seconds
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
@@ -12,7 +13,7 @@ from titan_tree.tree.token_tree import TokenTree
 def costs_of(name: str, flavor: str) -> ModelCosts:
     with torch.device("meta"):
         model = build_model(name, flavor)
-    model.compute_dtype = torch.bfloat16
+    model.execution = Execution(torch.bfloat16)
     return model.costs()
 
 

@@ -139,7 +139,7 @@ class OwnReference(Reference):
         table = dataclasses.replace(config.model, attention="auto", recurrence="auto")
         model = build_parallel_model(table, training, ParallelConfig(), OneRank(), config.lora)
         model.load_state_dict(weights)
-        model.compute_dtype = dtype
+        model.execution = dataclasses.replace(model.execution, dtype=dtype)
         self.module, self.layers = model.to(dtype), list(model.layers)
 
     def score(self, path: TokenPath) -> tuple[Tensor, Tensor]:

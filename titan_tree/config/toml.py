@@ -48,6 +48,7 @@ FORMER = {
     "metrics.csv": 'was replaced by metrics.loggers, a list of names: add or remove "csv"',
     "metrics.tensorboard": 'was replaced by metrics.loggers, a list of names: add or remove "tensorboard"',
     "model.gdn": "was replaced by model.recurrence",
+    "rl.server.api": "was removed; delete it, and serve the model with vLLM: SGLang is not supported",
     "training.float8": "was removed; delete it: linears compute in training.dtype, by default bfloat16",
 }
 # Other names of keys in the same table. ``dump_config`` writes the key.

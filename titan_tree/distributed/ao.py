@@ -10,15 +10,13 @@ import logging
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from titan_tree.errors import UserError, warnings_hidden
 from titan_tree.models.lora.adapters import quantizable
-
-Quantize = Literal["none", "nf4"]
 
 # NF4: 4-bit codes with a scale per block of weights. Scales have 8 bits, with a scale per block of scales.
 NF4_BLOCK, NF4_SCALES = 64, 256

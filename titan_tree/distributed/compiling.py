@@ -39,7 +39,6 @@ def compile_modules(model: TreeModel, modules: Iterable[nn.Module], fullgraph: b
         torch._dynamo.config.do_not_emit_runtime_asserts = True
     for module in modules:
         module.compile(fullgraph=fullgraph, dynamic=True)
-    model.is_compiled = True
 
 
 def keep_compiled(folder: Path) -> Path:

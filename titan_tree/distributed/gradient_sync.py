@@ -127,7 +127,7 @@ def cast_weights(model: TreeModel) -> Iterator[None]:
 
 def _casts(model: TreeModel, module: nn.Module) -> dict[str, Cast]:
     """Returns the weights of ``module`` itself that need a cast, with copies, made anew if they changed."""
-    dtype = model.compute_dtype
+    dtype = model.execution.dtype
     known = _CASTS.get(module, {})
     casts: dict[str, Cast] = {}
     for name, weight in module._parameters.items():

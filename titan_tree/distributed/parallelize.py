@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Literal
 
 import torch
@@ -18,8 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titan_tree.components.lora import LoRA
-from titan_tree.distributed import ao, titan
+from titan_tree.distributed import titan
 from titan_tree.distributed.compiling import compile_modules
 from titan_tree.distributed.experts.expert_parallel import (
     check_experts,
@@ -31,8 +30,7 @@ from titan_tree.distributed.mesh import Meshes, OneRank, check_sizes
 from titan_tree.distributed.sequence_parallel import check_heads, shard_sequence
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.lora.adapters import add_lora
-from titan_tree.models.tree_model import TreeModel
+from titan_tree.models.tree_model import Execution, TreeModel
 from titan_tree.models.weights import WeightShard, WeightShards
 
 ActivationCheckpoint = Literal["none", "selective", "full"]
@@ -43,8 +41,7 @@ def parallelize(
     mesh: DeviceMesh | OneRank,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    lora: LoRA | None = None,
-    quantize: ao.Quantize = "none",
+    unsharded: Collection[nn.Parameter] = (),
     activation_checkpoint: ActivationCheckpoint = "none",
     compile: bool = False,
     reshard_after_forward: bool = True,
@@ -52,18 +49,18 @@ def parallelize(
     sequence_parallel: int = 1,
     expert_parallel: int = 1,
 ) -> TreeModel:
-    """Applies LoRA, all kinds of parallelism, checkpointing and torch.compile to a model, in place.
+    """Applies all kinds of parallelism, checkpointing and torch.compile to a model, in place.
 
     The order matters:
 
-    1. LoRA, sequence and expert parallelism change modules and parameters, so they come first.
+    1. Sequence and expert parallelism change modules and parameters, so they come first. LoRA does, too: call
+       ``add_lora`` before this function.
     2. Checkpointing wraps each block before compile. The compiler then sees what is recomputed and can fuse
        across it.
     3. Compile comes before FSDP2, whose hooks then run around each block, outside its graph.
 
-    Weights stay in fp32, except that LoRA casts the weights that it freezes to ``dtype``.
-    Gradients are summed over ranks, not averaged, because the loss is already divided by the normalizer of
-    the global batch.
+    Weights keep their dtype. Gradients are summed over ranks, not averaged, because the loss is already
+    divided by the normalizer of the global batch.
 
     Args:
         model: a model on any device, also on "meta".
@@ -72,9 +69,7 @@ def parallelize(
             sharded by FSDP2 are cast once per step (``gradient_sync.cast_weights``): all weights of a single
             rank, and experts that only one rank holds. FSDP2 would compute the same numbers, but copy weights
             once and gradients twice (2 % of a step, docs/performance.md).
-        lora: the updates to add, see ``add_lora``; None: the weights of the model are trained.
-        quantize: "nf4" does not shard the linears whose frozen weights ``ao.store_as_nf4`` quantizes when
-            they are loaded. Every rank holds all of them.
+        unsharded: frozen weights that every rank holds whole, because ``ao.store_as_nf4`` will quantize them.
         activation_checkpoint: "none" stores all activations of a block for its backward pass, "selective"
             only the outputs of expensive operators, "full" only the input of the block.
         compile: compiles each block and the last norm. Blocks of a kind share their graphs, and one graph
@@ -88,19 +83,15 @@ def parallelize(
     Returns:
         ``model``.
     Raises:
-        UserError: lora, quantize, sequence_parallel or expert_parallel does not suit the model or the number
-            of ranks.
+        UserError: sequence_parallel or expert_parallel does not suit the model or the number of ranks.
     """
-    unsharded: set[nn.Parameter] = set()
-    if quantize != "none":
-        unsharded = {linear.get_parameter("weight") for linear in ao.nf4_linears(model).values()}
-    if lora is not None:
-        add_lora(model, lora, dtype)
     check_parallel(model, mesh.size(), replicate, sequence_parallel, expert_parallel)
     meshes = Meshes.of(mesh, replicate, sequence_parallel, expert_parallel)
-    if meshes.sequence is not None:
+    sequence_group = None if meshes.sequence is None else meshes.sequence.get_group("sequence")
+    model.execution = Execution(dtype, activation_checkpoint != "none", sequence_group, compile)
+    if sequence_group is not None:
         assert isinstance(model, Decoder)
-        shard_sequence(model, meshes.sequence.get_group("sequence"))
+        shard_sequence(model, sequence_group)
     if meshes.experts is not None:
         assert isinstance(model, Decoder)
         shard_experts(model, meshes.experts)
@@ -108,8 +99,6 @@ def parallelize(
         _checkpoint_activations(model, activation_checkpoint)
     if compile:
         compile_modules(model, (*_blocks(model), model.last_norm))
-    model.compute_dtype = dtype
-    model.recompute_logits = activation_checkpoint != "none"
     if mesh.size() > 1:
         _fully_shard(model, meshes, dtype, reshard_after_forward, unsharded)
     return model
@@ -169,7 +158,7 @@ def _fully_shard(
     meshes: Meshes,
     dtype: torch.dtype,
     reshard_after_forward: bool,
-    unsharded: set[nn.Parameter],
+    unsharded: Collection[nn.Parameter],
 ) -> None:
     """Applies FSDP2 to each block and to the rest of the model, except for the weights ``unsharded``."""
     assert isinstance(meshes.fsdp, DeviceMesh)

@@ -49,10 +49,9 @@ def check_heads(model: Decoder, num_ranks: int) -> None:
 
 
 def shard_sequence(model: Decoder, group: dist.ProcessGroup) -> None:
-    """Makes the adjacent ranks of ``group`` share the tokens and heads of every batch, in place."""
+    """Makes mixers exchange tokens for heads with the adjacent ranks of ``group``, in place."""
     for block in model.blocks:
         block.mixer.exchange = AllToAllExchange(group.group_name, TokenShard(group.rank(), group.size()))
-    model.sequence_group = group
 
 
 class AllToAllExchange:

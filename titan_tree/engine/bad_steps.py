@@ -43,9 +43,9 @@ def find_cause(
         statistics: statistics of the global batch. None: each batch has its own.
     """
     bad_paths = _bad_paths(model, loss, step, device, statistics)
-    if model.sequence_group is not None:
+    if model.execution.sequence_group is not None:
         shares = [bad_paths] * model.token_shard.num_ranks
-        dist.all_gather_object(shares, bad_paths, group=model.sequence_group)
+        dist.all_gather_object(shares, bad_paths, group=model.execution.sequence_group)
         bad_paths = set().union(*shares)
     causes = [step.path_ids[i][number] for i, number in sorted(bad_paths)]
     trees = list(step.tree_ids)

@@ -91,7 +91,7 @@ def scored_batches(
     """
     for i, outputs in enumerate(step_forward_passes(model, step, device, entropy=entropy)):
         whole = step.whole(i, device)
-        for batch, scores in batches_for_loss(outputs, whole, model.sequence_group):
+        for batch, scores in batches_for_loss(outputs, whole, model.execution.sequence_group):
             yield i, batch, scores
 
 

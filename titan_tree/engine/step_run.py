@@ -154,7 +154,7 @@ class StepRun:
         batches, loss = self.micro_batches[i], self.loss_function
         self.extra_forward_tokens += sum(map(len, batches))
         outputs, whole = self._outputs(batches), self._whole(i)
-        for batch, scores in batches_for_loss(outputs, whole, self.model.sequence_group):
+        for batch, scores in batches_for_loss(outputs, whole, self.model.execution.sequence_group):
             # Ranks that share the tokens have the same scores of whole micro-batches.
             if whole is None or self.model.token_shard.rank == 0:
                 self._measured += loss.measure(scores.logprobs, batch).double().cpu()
@@ -172,7 +172,7 @@ class StepRun:
             for _ in outputs:
                 pass
             return
-        scores = join_outputs(outputs, len(whole.edge_label), self.model.sequence_group)
+        scores = join_outputs(outputs, len(whole.edge_label), self.model.execution.sequence_group)
         self._whole_path_losses[i] = whole_path_loss(scores, whole, self._add_whole_paths)
 
     def train(self, i: int, is_last: bool) -> None:
@@ -229,7 +229,7 @@ class StepRun:
         if (partition_loss := self._whole_path_losses.get(i)) is not None:
             return partition_loss(batch, out)
         if (whole := self._whole(i)) is not None:  # other ranks have the rest of its tokens
-            scores = join_outputs([(batch, out)], len(whole.edge_label), self.model.sequence_group)
+            scores = join_outputs([(batch, out)], len(whole.edge_label), self.model.execution.sequence_group)
             return self._add_whole_paths(scores, whole)
         if batch.is_dummy or not len(batch.edge_label):
             return out.logprobs.sum() * 0.0  # the batch scores nothing, but its backward pass has collectives

@@ -125,7 +125,7 @@ class TreeStep:
         micro_batches = self._schedule(step, sizes)
         routing = None
         if self.model.experts:
-            num_tokens, group = sizes.counts.logical_tokens, self.model.sequence_group
+            num_tokens, group = sizes.counts.logical_tokens, self.model.execution.sequence_group
             routing = StepRouting(self.router_loss, micro_batches, num_tokens, self.device, group)
         run = StepRun(
             model=self.model,

@@ -20,10 +20,11 @@ from titan_tree.engine.forward import forward_passes, join_outputs
 from titan_tree.engine.partitions import train_micro_batch
 from titan_tree.errors import UserError
 from titan_tree.integrations.rows import Rows
+from titan_tree.models.block import LayerOutput
 from titan_tree.models.transformers.attention_function import NAMES
 from titan_tree.models.transformers.in_place import InPlaceModel
 from titan_tree.models.transformers.support import check_supported
-from titan_tree.models.tree_model import LayersOutput, ModelOutput
+from titan_tree.models.tree_model import Execution, ModelOutput
 from titan_tree.tree.batch import TreeBatch
 
 
@@ -47,14 +48,14 @@ class TreeView(InPlaceModel):
         super().__init__(model)
         for unit in units:
             unit.reshard()
-        self.autocast, self.compute_dtype = autocast, autocast
+        self.autocast, self.execution = autocast, Execution(autocast)
 
     def forward(self, batch: TreeBatch, **options: Any) -> ModelOutput:  # type: ignore[override]
         # accelerate wraps the model's own forward in autocast, but edge_logprobs chooses its precision.
         with torch.autocast(self._device_type, enabled=False):
             return super(InPlaceModel, self).forward(batch, **options)
 
-    def run_layers(self, *args: Any, **kwargs: Any) -> LayersOutput:
+    def run_layers(self, *args: Any, **kwargs: Any) -> LayerOutput:
         with torch.autocast(self._device_type, self.autocast, enabled=self.autocast is not None):
             return super().run_layers(*args, **kwargs)
 

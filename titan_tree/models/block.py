@@ -13,7 +13,7 @@ token. With sequence parallelism, a rank projects n of the N tokens and computes
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple, Protocol, cast
 
 import torch
@@ -98,12 +98,15 @@ class Mixer(nn.Module, ABC):
 
 
 class LayerOutput(NamedTuple):
-    """The result of a ``Block``: a tuple, because FSDP2 attaches its backward hooks to tensors in tuples."""
+    """The result of a ``Block``, or of all layers of a model together.
 
-    hidden: Tensor  # [N, d] or [1, N, d], the next layer's input
-    exports: tuple[Tensor, ...]  # see ``Mixer.forward``
-    routing: Routing | None = None  # sums over tokens, if the layer has experts
-    routed_experts: Tensor | None = None  # [N, k] int16, the experts of each token, if the layer has experts
+    It is a tuple, because FSDP2 attaches its backward hooks to tensors in tuples.
+    """
+
+    hidden: Tensor  # [N, d] or [1, N, d], the next layer's input; of all layers, after the last norm
+    exports: Sequence[Tensor]  # see ``Mixer.forward``; empty unless the batch is a partition
+    routing: Routing | None = None  # sums over tokens, if there are experts; of all layers, stacked
+    routed_experts: tuple[Tensor, ...] = ()  # [N, k] int16 per layer with experts: the experts of each token
 
 
 class Block(nn.Module):
@@ -152,7 +155,7 @@ class Block(nn.Module):
             return LayerOutput(x + self.mlp(normed), exports)
         assert layout.num_paths is not None
         out, routing, experts = self.mlp(normed, layout.num_paths, forced_experts)
-        return LayerOutput(x + out, exports, routing, experts)
+        return LayerOutput(x + out, exports, routing, (experts,))
 
 
 class Attention(Mixer):

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from titan_tree.components.lora import is_factor
 from titan_tree.components.moe.layer import ExpertInfo, MoE
 from titan_tree.components.moe.routing import Routing
-from titan_tree.components.recurrence import TreeGDN, TreeRecurrence
+from titan_tree.components.recurrence import TreeGDN
 from titan_tree.errors import UserError
-from titan_tree.models.block import Block
+from titan_tree.models.block import Block, LayerOutput
 from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
 from titan_tree.models.layers import Linear, RMSNorm, Rope
-from titan_tree.models.tree_model import LayersOutput, TreeModel, matrix_flops
+from titan_tree.models.tree_model import TreeModel, matrix_flops
 from titan_tree.models.weights import ElementDraws, WeightShards, draw_weights, whole_weights
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
@@ -48,16 +48,12 @@ class Decoder(TreeModel):
     packed: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     publishes_packed: ClassVar[bool] = False  # snapshots have the tensors of ``packed``
     publishes_single_experts: ClassVar[bool] = False  # snapshots have one tensor per expert and projection
-    # Parameters that are several tensors of a snapshot, one after another along the first dim. Maps the end
-    # of a parameter's name to the ends of the names of its tensors.
-    joined: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    recurrence_class: ClassVar[type[TreeRecurrence]] = TreeGDN
 
     config: DecoderConfig
 
     def __init__(self, config: DecoderConfig, attention: str = "auto", recurrence: str = "auto") -> None:
         super().__init__(config, attention)
-        self.recurrence = self.recurrence_class(recurrence)  # without parameters, so all layers share it
+        self.recurrence = TreeGDN(recurrence)  # without parameters, so all layers share it
         blocks = [self.make_block(i) for i in range(config.num_hidden_layers)]
         self.cache_streams = [stream for block in blocks for stream in block.mixer.cache_streams]
         if recurrence != "auto" and "states" not in self.cache_streams:
@@ -83,7 +79,7 @@ class Decoder(TreeModel):
 
     def run_layers(
         self, batch: TreeBatch, layout: TreeLayout, gateway: Sequence[Tensor], embedding: Tensor
-    ) -> LayersOutput:
+    ) -> LayerOutput:
         rope = self.make_rope(layout.positions)
         x = F.embedding(batch.tokens, embedding)
         if torch.is_grad_enabled():
@@ -99,10 +95,14 @@ class Decoder(TreeModel):
             layer_gateway = tuple(islice(rows, len(layer.mixer.cache_streams)))
             x, exported, routing, chosen = layer(x, rope, layout, layer_gateway, forced)
             exports += exported
-            if routing is not None:
-                routings.append(routing)
-                experts.append(chosen)
-        return LayersOutput(self.norm(x), exports, routings, experts)
+            routings += [] if routing is None else [routing]
+            experts += chosen
+        return LayerOutput(
+            self.norm(x),
+            exports,
+            Routing(*map(torch.stack, zip(*routings, strict=True))) if routings else None,
+            tuple(experts),
+        )
 
     def empty_rows(self, x: Tensor) -> list[Tensor]:
         return [rows for layer in self.blocks for rows in layer.mixer.empty_rows(x)]
@@ -138,14 +138,6 @@ class Decoder(TreeModel):
         Families that set ``packed`` override this method.
         """
         raise NotImplementedError
-
-    def stored_name(self, name: str) -> str:
-        """Returns the name, without prefix, that snapshots use for what the model calls ``name``."""
-        return name
-
-    def own_name(self, stored: str) -> str:
-        """Returns the inverse of ``stored_name``."""
-        return stored
 
     @property
     def blocks(self) -> Iterable[Block]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Protocol, cast
 
 import torch
@@ -17,7 +18,8 @@ from titan_tree.components.recurrence import TreeGDN, TreeKDA, TreeSSD, tree_cau
 from titan_tree.components.tree_attention import Scoring, TreeAttention
 from titan_tree.components.tree_attention.operator import PLAIN
 from titan_tree.errors import UserError
-from titan_tree.models.tree_model import CachedRows, LayersOutput, TreeModel, matrix_flops
+from titan_tree.models.block import LayerOutput
+from titan_tree.models.tree_model import CachedRows, TreeModel, matrix_flops
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
 
@@ -125,14 +127,6 @@ class _Survey(TreePass):
         return torch.zeros_like(v)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlainConfig:
-    """The limits that readers of paths check."""
-
-    vocab_size: int
-    max_position_embeddings: int
-
-
 class PlainModel(TreeModel):
     """A module of your own with the contract of titan_tree's models, on one device.
 
@@ -165,8 +159,8 @@ class PlainModel(TreeModel):
                     f"all of its paths, got p = {part.p:g}; set it to 0"
                 )
         weight = cast(Plain, module).output_weight
-        limits = PlainConfig(vocab_size=len(weight), max_position_embeddings=max_positions)
-        super().__init__(limits, attention)
+        limits = {"vocab_size": len(weight), "max_position_embeddings": max_positions}
+        super().__init__(SimpleNamespace(**limits), attention)
         self.module, self.layers = module, nn.ModuleList()
         rules = TreeGDN(recurrence), TreeKDA(recurrence), TreeSSD(recurrence)
         self.kernels = (self.attention, *rules)
@@ -186,11 +180,9 @@ class PlainModel(TreeModel):
 
     def run_layers(
         self, batch: TreeBatch, layout: TreeLayout, gateway: Sequence[Tensor], embedding: Tensor
-    ) -> LayersOutput:
+    ) -> LayerOutput:
         current = TreePass(layout, self.kernels, iter(gateway))
-        return LayersOutput(
-            self.plain.hidden_states(batch.tokens, layout.positions, current), current.exports
-        )
+        return LayerOutput(self.plain.hidden_states(batch.tokens, layout.positions, current), current.exports)
 
     def empty_rows(self, x: Tensor) -> list[Tensor]:
         return [rows.empty(x) for rows in self.survey.rows]

@@ -72,13 +72,9 @@ def model_from_config(
 
     See ``load_pretrained`` for arguments and errors.
     """
-    model: TreeModel
     if implementation == "native" or (implementation == "auto" and _is_native(Path(folder))):
-        model = hf.model_from_config(folder, attention, recurrence).to(dtype)
-    else:
-        model = import_transformers().from_config(folder, dtype, attention, recurrence)
-    model.hf_path = Path(folder)
-    return model
+        return hf.model_from_config(folder, attention, recurrence).to(dtype)
+    return import_transformers().from_config(folder, dtype, attention, recurrence)
 
 
 def load_weights(
@@ -143,33 +139,6 @@ def save_pretrained(
         import_transformers().save(model, temporary, weights, max_shard_bytes)
         for file in files:
             shutil.copyfile(file, temporary / file.name)
-
-
-@torch.no_grad()
-def snapshot_tensors(
-    model: TreeModel,
-    source: str | Path | None = None,
-    state_dict: Mapping[str, Tensor] | None = None,
-) -> dict[str, Tensor]:
-    """Returns the tensors that ``save_pretrained`` writes for ``model``, by their names in the snapshot.
-
-    Most are views of the model's weights, in their dtype. Updates of LoRA are added, in new tensors.
-
-    Args:
-        source: the snapshot that the model was loaded from.
-        state_dict: see ``save_pretrained``.
-    Raises:
-        UserError: the model runs as transformers implements it, and this library chooses the names.
-    """
-    if not isinstance(model, Decoder):
-        raise UserError(
-            f"{model.family}: expected a model of titan_tree, because transformers names the tensors of this "
-            "one only while it writes a snapshot"
-        )
-    named = model.state_dict() if state_dict is None else state_dict
-    weights = {name: weight.detach() for name, weight in named.items()}
-    weights = weights if model.lora is None else merge(model, weights)
-    return hf.snapshot_tensors(model, weights, hf.snapshot_prefix(source))
 
 
 def _is_native(folder: Path) -> bool:

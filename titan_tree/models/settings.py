@@ -21,7 +21,6 @@ MODELS: Registry[type[Decoder]] = Registry(
         "qwen3_5_moe": "titan_tree.models.qwen3_5_moe:Qwen35Moe",
         "qwen3_next": "titan_tree.models.qwen3_5_moe:Qwen3Next",
         "llama": "titan_tree.models.llama:Llama",
-        "kimi_linear": "titan_tree.models.kimi_linear:KimiLinear",
     },
     interface=("Config", "flavors"),
 )
@@ -41,6 +40,14 @@ class ModelConfig(Checked, table="model"):
     # Backend of TreeGDN, TreeKDA and TreeSSD, in models that have them.
     recurrence: str = setting("auto", one_of("auto", RECURRENCE_BACKENDS))
     overrides: dict[str, Any] = setting({})  # Sizes that replace those of the flavor.
+
+    def __post_init__(self) -> None:
+        expected = (
+            "a family that titan_tree implements; remove it, and set model.hf_path to a snapshot of "
+            'Kimi-Linear, which runs with model.implementation = "transformers"'
+        )
+        require(self.name != "kimi_linear", "model.name", expected, repr(self.name))
+        super().__post_init__()
 
 
 @dataclass(kw_only=True)

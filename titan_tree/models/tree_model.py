@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from titan_tree.components.moe.layer import ExpertInfo
 from titan_tree.components.moe.routing import Routing
 from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.errors import UserError
+from titan_tree.models.block import LayerOutput
 from titan_tree.models.layers import at_least_fp32
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.costs import ModelCosts, row_bytes
@@ -59,15 +60,6 @@ class ModelOutput(NamedTuple):
     statistics: Mapping[Statistic, Tensor] = MappingProxyType({})  # [E] each, on request: see edge_statistics
 
 
-class LayersOutput(NamedTuple):
-    """What the layers of a model return together."""
-
-    hidden: Tensor  # [N, d], after the last norm
-    exports: Sequence[Tensor]  # see ``ModelOutput``; empty unless the batch is a partition
-    routings: Sequence[Routing] = ()  # one per layer with experts
-    routed_experts: Sequence[Tensor] = ()  # likewise
-
-
 class CachedRows(NamedTuple):
     """What a layer exports after a token: a row of one tensor of ``TreeModel.cache_streams``."""
 
@@ -88,6 +80,18 @@ def matrix_flops(matrices: Iterable[Tensor]) -> int:
     return sum((6 if matrix.requires_grad else 4) * matrix.numel() for matrix in matrices)
 
 
+@dataclass(frozen=True)
+class Execution:
+    """How a model runs. ``parallelize`` chooses it."""
+
+    dtype: torch.dtype | None = None  # of the activations; None: that of the weights
+    recompute_logits: bool = True  # in the backward pass, instead of keeping probabilities
+    # The ranks that share the tokens and heads of every batch, and exchange them in every forward and
+    # backward pass (distributed/sequence_parallel.py). None: each rank has all.
+    sequence_group: ProcessGroup | None = None
+    is_compiled: bool = False  # whether layers are compiled
+
+
 class TreeModel(nn.Module, ABC):
     """A model that runs on a ``TreeBatch``: a ``Decoder``, or a model of the library transformers.
 
@@ -102,15 +106,10 @@ class TreeModel(nn.Module, ABC):
         experts: the mixtures of experts that titan_tree runs itself; None: there are none.
         cache_streams: one entry per tensor that the layers export: the stream of the gateway cache that
             stores its rows.
-        sequence_group: the ranks that share the tokens and heads of every batch, and exchange them in every
-            forward and backward pass. None: each rank has all. Set by distributed/sequence_parallel.py.
-        compute_dtype: dtype of the activations; None: that of the weights.
-        recompute_logits: recompute the logits in the backward pass instead of keeping probabilities.
+        execution: how it runs.
         lora: the updates that are trained instead of the weights; None: there are none. Set by ``add_lora``.
-        hf_path: the snapshot that describes the model; None: there is none.
         logit_cap: c tanh(s / c) replaces each logit s; None: it stays.
         windows: the sliding windows of the layers' attention, see ``TreeAttention.prepare``.
-        is_compiled: whether ``compile_modules`` has compiled its layers.
     Raises:
         UserError: an unknown backend.
     """
@@ -119,24 +118,20 @@ class TreeModel(nn.Module, ABC):
     experts: ExpertInfo | None = None
     num_recurrent_layers = 0  # layers of Gated DeltaNet
     lora: LoRA | None = None
-    hf_path: Path | None = None
     logit_cap: float | None = None
     windows: Collection[int | None] = (None,)
-    is_compiled = False
+    execution = Execution()
 
     def __init__(self, config: Any, attention: str = "auto") -> None:
         super().__init__()
         self.config = config
         self.attention = TreeAttention(attention)  # without parameters, so all layers share it
         self.cache_streams: list[str] = []
-        self.sequence_group: ProcessGroup | None = None
-        self.compute_dtype: torch.dtype | None = None
-        self.recompute_logits = True
 
     @abstractmethod
     def run_layers(
         self, batch: TreeBatch, layout: TreeLayout, gateway: Sequence[Tensor], embedding: Tensor
-    ) -> LayersOutput:
+    ) -> LayerOutput:
         """Runs everything but the output projection.
 
         Args:
@@ -210,22 +205,21 @@ class TreeModel(nn.Module, ABC):
         rows = _gateways(self, batch, gateway, embedding)
         out = self.run_layers(batch, self.prepare(batch.layout), rows, embedding)
         hidden = out.hidden[batch.edge_source]
-        routing = Routing(*map(torch.stack, zip(*out.routings, strict=True))) if out.routings else None
-        experts = tuple(out.routed_experts)
         if not out.exports:
             scores = self.score_edges(hidden, head, batch, entropy, statistics)
-            return scores._replace(routing=routing, routed_experts=experts)
-        ends = (hidden, *(routing or ()))
+            return scores._replace(routing=out.routing, routed_experts=out.routed_experts)
+        ends = (hidden, *(out.routing or ()))
         leaves = [end.detach().requires_grad_(end.requires_grad) for end in ends]
         # The tensors that autograd saves here are not offloaded like the activations of the layers, because
         # the loss is differentiated at once. The hooks only detach them: a saved output would otherwise keep
         # alive the graph that saves it.
         with saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
             scores = self.score_edges(leaves[0], head, batch, entropy, statistics)
-        routing = Routing(*leaves[1:]) if routing else None
-        boundary = tuple(map(BoundaryTensor, ends, leaves))
         return scores._replace(
-            routing=routing, loss_boundary=boundary, exports=tuple(out.exports), routed_experts=experts
+            routing=Routing(*leaves[1:]) if out.routing else None,
+            loss_boundary=tuple(map(BoundaryTensor, ends, leaves)),
+            exports=tuple(out.exports),
+            routed_experts=out.routed_experts,
         )
 
     def prepare(self, layout: TreeLayout) -> TreeLayout:
@@ -240,7 +234,7 @@ class TreeModel(nn.Module, ABC):
     @property
     def communicates(self) -> bool:
         """Whether ranks exchange tokens within forward and backward passes, beyond what FSDP2 does."""
-        return self.sequence_group is not None or (
+        return self.execution.sequence_group is not None or (
             self.experts is not None and self.experts.group is not None
         )
 
@@ -252,12 +246,12 @@ class TreeModel(nn.Module, ABC):
     @property
     def token_shard(self) -> TokenShard:
         """The part of each batch that this rank computes."""
-        group = self.sequence_group
+        group = self.execution.sequence_group
         return TokenShard() if group is None else TokenShard(group.rank(), group.size())
 
     def costs(self) -> ModelCosts:
         """Returns the operations and bytes per token, pair and edge of this model."""
-        dtype = self.compute_dtype or self.embedding_weight.dtype
+        dtype = self.execution.dtype or self.embedding_weight.dtype
         cached = row_bytes(self.cache_streams, self.empty_rows(torch.empty(0, dtype=dtype, device="meta")))
         head = self.embedding_weight if self.output_weight is None else self.output_weight
         return ModelCosts(
@@ -282,13 +276,12 @@ class TreeModel(nn.Module, ABC):
         """Returns the weights of the embedding and of the output projection in the dtype of activations.
 
         Within ``cast_weights`` or under FSDP2, they have this dtype already. A model that is called directly
-        needs the cast. ``.to(None)`` returns a weight as it is, because without ``compute_dtype`` activations
-        have the dtype of the weights.
+        needs the cast. ``.to(None)`` returns a weight as it is, because activations then have its dtype.
         """
-        embedding = self.embedding_weight.to(self.compute_dtype)
+        embedding = self.embedding_weight.to(self.execution.dtype)
         if self.output_weight is None:
             return embedding, embedding
-        return embedding, self.output_weight.to(self.compute_dtype)
+        return embedding, self.output_weight.to(self.execution.dtype)
 
     def score_edges(
         self, hidden: Tensor, head: Tensor, batch: TreeBatch, entropy: bool, statistics: Collection[Statistic]
@@ -307,7 +300,7 @@ class TreeModel(nn.Module, ABC):
             cap = None if cap is None else cap / batch.edge_temperature
         label, support = batch.edge_label, batch.edge_support
         logprobs, entropies = edge_logprobs(
-            hidden, head, label, entropy, self.recompute_logits, cap=cap, support=support
+            hidden, head, label, entropy, self.execution.recompute_logits, cap=cap, support=support
         )
         metrics = {}
         if statistics:

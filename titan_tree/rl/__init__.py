@@ -7,7 +7,7 @@ truncation.py        top-p, top-k and min-p sampling, and the ids that it kept
 cached_sampler.py    samples from the weights of a dense model that is trained
 tree_cache.py        its keys and values, one for each distinct token of the contexts
 generate_sampler.py  samples from the weights of any other model, through transformers
-server/              samples from a server of vLLM or SGLang, and sends it the trained weights
+server/              samples from a server of vLLM, and gives it the trained weights
 rollouts.py          Rollout; Chat, which turns messages into tokens; play, which samples rollouts
 reference_policy.py  the fixed policy with which a loss compares the trained one
 episode_trainer.py   EpisodeTrainer, whose samples come from an environment

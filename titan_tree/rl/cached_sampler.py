@@ -216,7 +216,8 @@ class CachedSampler:
         model = self.model
         rope = model.make_rope(position)
         x = F.embedding(tokens, model.embed_tokens.weight)
-        before, after = (_compiled_before, _compiled_after) if model.is_compiled else (_before, _after)
+        is_compiled = model.execution.is_compiled
+        before, after = (_compiled_before, _compiled_after) if is_compiled else (_before, _after)
         for block, (keys, values) in zip(model.blocks, keys_values, strict=True):
             mixer = cast(Attention, block.mixer)
             q, k, v = before(block.input_layernorm, mixer, x, rope)

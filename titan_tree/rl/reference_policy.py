@@ -60,7 +60,7 @@ class Reference:
         adapted = lora if folder is None else None
         self.model = build_parallel_model(model, config.training, config.parallel, mesh, adapted)
         self.model.requires_grad_(False)
-        if mesh.size() == 1 and (dtype := self.model.compute_dtype):
+        if mesh.size() == 1 and (dtype := self.model.execution.dtype):
             for weight in self.model.parameters():  # cast once instead of in every step
                 weight.data = weight.data.to(dtype)
 

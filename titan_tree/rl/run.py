@@ -17,7 +17,6 @@ from titan_tree.distributed.collectives import call_and_gather, call_on_all_rank
 from titan_tree.distributed.gradient_sync import unsharded
 from titan_tree.distributed.settings import LRSchedulerConfig
 from titan_tree.errors import UserError
-from titan_tree.models.lora.adapters import add_lora
 from titan_tree.models.settings import LoRAConfig
 from titan_tree.rl.environment import Demonstrator
 from titan_tree.rl.episode_trainer import EpisodeTrainer
@@ -27,7 +26,7 @@ from titan_tree.rl.settings import RLConfig, RLRunConfig, WarmStartConfig
 from titan_tree.rl.trainer import RLTrainer, check_model, check_settings
 from titan_tree.run.build import build_router_bias
 from titan_tree.run.checkpoint.changes import DECISIVE, config_changes
-from titan_tree.run.model_setup import build_lora, build_model_without_weights, snapshot_model
+from titan_tree.run.model_setup import add_configured_lora, build_model_without_weights, snapshot_model
 from titan_tree.tree.paths import TokenPath
 
 logger = logging.getLogger(__name__)
@@ -198,9 +197,8 @@ def check_without_weights(config: RLRunConfig, sampler: Sampler | None = None) -
     check_settings(config, sampler)
     with torch.device("meta"):
         model = build_model_without_weights(config.model)
-    updates, _ = build_lora(config.lora, model)
-    if updates is not None:
-        add_lora(model, updates)
+    if config.lora.is_on:
+        add_configured_lora(model, config.lora)
     build_router_bias(config.router_bias, model)
     check_model(config, model, sampler)
     if config.rl.server.url is not None:

@@ -53,17 +53,15 @@ class RLDataConfig(DataConfig, table="data"):
 
 @dataclass(kw_only=True)
 class ServerConfig(Checked, table="rl.server"):
-    """Servers that sample the rollouts with copies of the trained weights (docs/rl.md)."""
+    """Servers of vLLM that sample the rollouts with copies of the trained weights (docs/rl.md)."""
 
     # Address such as "http://localhost:30000", or a list of the addresses of several servers. Default:
     # rollouts are sampled from the trained weights.
     url: Any = setting(None, URLS)
-    api: Literal["vllm", "sglang"] = "vllm"  # Software that runs the server.
-    model: str = ""  # Name under which vLLM serves the model. SGLang needs none.
+    model: str = ""  # Name under which vLLM serves the model.
     # How the server gets the trained weights. "folder": it reads a snapshot from rollout_weights/ in the
-    # run's folder. "broadcast": over a process group; for vLLM, this needs the package vllm. "adapter": it
-    # loads LoRA from rollout_weights/.
-    weights: Literal["folder", "broadcast", "adapter"] = "folder"
+    # run's folder. "adapter": it loads LoRA from rollout_weights/.
+    weights: Literal["folder", "adapter"] = "folder"
     concurrency: int = setting(64, at_least(1))  # Maximum number of requests of a rank at a time.
     timeout_s: float = setting(600.0, between(0.1, 1e6))  # Seconds within which a whole answer must arrive.
     attempts: int = setting(5, at_least(1))  # Maximum number of times that a request is sent.
@@ -72,7 +70,7 @@ class ServerConfig(Checked, table="rl.server"):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            self.url is None or self.api != "vllm" or self.model,
+            self.url is None or self.model,
             "rl.server.model",
             "the name under which vLLM serves the model, such as model.hf_path",
             repr(self.model),

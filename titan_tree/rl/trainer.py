@@ -183,15 +183,6 @@ class RLTrainer(EpisodeTrainer):
         return [f"{data.seed}/{step}/{task}" for task in self.own(range(data.global_batch_groups))]
 
 
-class _Counts(NamedTuple):
-    """What the metrics of a step need of a rank's rollouts."""
-
-    rewards: list[float]
-    is_cut_off: list[bool]
-    sampled_tokens: int
-    seconds: float
-
-
 def gathered(sample: Callable[[], RankRollouts]) -> tuple[list[list[Rollout]], dict[str, float]]:
     """Calls ``sample`` on every rank. Returns this rank's rollouts, and metrics of all ranks. Collective.
 
@@ -200,21 +191,21 @@ def gathered(sample: Callable[[], RankRollouts]) -> tuple[list[list[Rollout]], d
     """
     own: list[list[Rollout]] = []
 
-    def counts() -> _Counts:
+    def counts() -> tuple[list[float], list[bool], int, float]:
         groups, independent, seconds = sample()
         own.extend(groups)
         rollouts = list(chain.from_iterable(groups))
         sampled_tokens = sum(sum(r.mask[r.starts[r.inherited] :]) for r in rollouts)
-        return _Counts(independent, [r.is_cut_off for r in rollouts], sampled_tokens, seconds)
+        return independent, [r.is_cut_off for r in rollouts], sampled_tokens, seconds
 
-    of_ranks = call_and_gather(counts)
-    is_cut_off = [cut for rank in of_ranks for cut in rank.is_cut_off]
+    rewards_of_ranks, cuts, sampled_tokens, seconds = zip(*call_and_gather(counts), strict=True)
+    is_cut_off = list(chain.from_iterable(cuts))
     return own, {
-        "reward": statistics.fmean(reward for rank in of_ranks for reward in rank.rewards),
+        "reward": statistics.fmean(chain.from_iterable(rewards_of_ranks)),
         "cut_off": statistics.fmean(is_cut_off),
         "rollouts": len(is_cut_off),
-        "sampled_tokens": sum(rank.sampled_tokens for rank in of_ranks),
-        "sampling_s": max(rank.seconds for rank in of_ranks),
+        "sampled_tokens": sum(sampled_tokens),
+        "sampling_s": max(seconds),
     }
 
 

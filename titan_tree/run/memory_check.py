@@ -10,10 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_tree.distributed.settings import OPTIMIZERS
 from titan_tree.errors import AgreedError
-from titan_tree.models.lora.adapters import add_lora
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.run.config import Config
-from titan_tree.run.model_setup import build_lora, build_model_without_weights
+from titan_tree.run.model_setup import add_configured_lora, build_model_without_weights
 
 GIB = 2**30
 
@@ -26,9 +25,8 @@ def check_memory(config: Config, mesh: DeviceMesh, device: torch.device) -> None
     """
     with torch.device("meta"):
         model = build_model_without_weights(config.model)
-        lora, _ = build_lora(config.lora, model)
-        if lora is not None:
-            add_lora(model, lora)
+        if config.lora.is_on:
+            add_configured_lora(model, config.lora)
     local_ranks = 1
     if device.type == "cuda":
         total = float(torch.cuda.get_device_properties(device).total_memory)

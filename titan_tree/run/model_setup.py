@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_tree.components.lora import LoRA
@@ -19,7 +20,7 @@ from titan_tree.distributed.settings import OPTIMIZERS, ParallelConfig
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf.snapshot_files import fingerprint
-from titan_tree.models.lora.adapters import init_lora
+from titan_tree.models.lora.adapters import add_lora, init_lora
 from titan_tree.models.lora.peft import fill_lora, read_adapter
 from titan_tree.models.pretrained import build_model, load_weights, model_from_config
 from titan_tree.models.settings import LoRAConfig, ModelConfig
@@ -45,15 +46,28 @@ def build_parallel_model(
     """
     with torch.device("meta"):
         built = build_model_without_weights(model)
-    lora = lora or LoRAConfig()
-    updates, weights = build_lora(lora, built)
-    device = mesh.device_type if lora.quantize == "none" else "cpu"
+    if lora is not None and lora.is_on:
+        _build_with_lora(built, lora, model, training, parallel, mesh)
+    else:
+        _parallelize_and_load(built, model, training, parallel, mesh, mesh.device_type)
+    return built
+
+
+def _parallelize_and_load(
+    built: TreeModel,
+    model: ModelConfig,
+    training: TrainingConfig,
+    parallel: ParallelConfig,
+    mesh: DeviceMesh | OneRank,
+    device: str,
+    unsharded: Collection[nn.Parameter] = (),
+) -> None:
+    """Parallelizes a model on the meta device, and reads or draws its weights, except for factors of LoRA."""
     parallelize(
         built,
         mesh,
         dtype=getattr(torch, training.dtype),
-        lora=updates,
-        quantize=lora.quantize,
+        unsharded=unsharded,
         activation_checkpoint=training.activation_checkpoint,
         compile=training.compile,
         reshard_after_forward=parallel.reshard_after_forward,
@@ -68,23 +82,46 @@ def build_parallel_model(
         assert isinstance(built, Decoder)
         built.to_empty(device=device)
         built.init_weights(training.seed, weight_shards(built))
-    if lora.quantize == "nf4":
+
+
+def _build_with_lora(
+    built: TreeModel,
+    lora: LoRAConfig,
+    model: ModelConfig,
+    training: TrainingConfig,
+    parallel: ParallelConfig,
+    mesh: DeviceMesh | OneRank,
+) -> None:
+    """Does the same for a model with LoRA: adds factors first, and gives them values last."""
+    factors = add_configured_lora(built, lora, getattr(torch, training.dtype))
+    is_quantized = lora.quantize == "nf4"
+    linears = ao.nf4_linears(built).values() if is_quantized else ()
+    unsharded = [linear.get_parameter("weight") for linear in linears]
+    device = "cpu" if is_quantized else mesh.device_type
+    _parallelize_and_load(built, model, training, parallel, mesh, device, unsharded)
+    if is_quantized:
         ao.store_as_nf4(built, mesh.device_type)
-    if weights is None:
+    if factors is None:
         init_lora(weight_shards(built), training.seed)
     else:
-        fill_lora(weight_shards(built), weights)
-    return built
+        fill_lora(weight_shards(built), factors)
 
 
-def build_lora(config: LoRAConfig, model: TreeModel) -> tuple[LoRA | None, dict[str, Tensor] | None]:
-    """Returns the updates for ``model``, and their factors if they come from a PEFT adapter."""
+def add_configured_lora(
+    model: TreeModel, config: LoRAConfig, dtype: torch.dtype | None = None
+) -> dict[str, Tensor] | None:
+    """Adds the updates of the table [lora] to ``model``, see ``add_lora``.
+
+    Returns:
+        The factors, if they come from a PEFT adapter.
+    """
     if config.adapter is not None:
-        return read_adapter(model, config.adapter)
+        updates, factors = read_adapter(model, config.adapter)
+        add_lora(model, updates, dtype)
+        return factors
     targets = tuple(config.targets)
-    if not config.is_on:
-        return None, None
-    return LoRA(rank=config.rank, alpha=config.alpha, targets=targets, rslora=config.rslora), None
+    add_lora(model, LoRA(rank=config.rank, alpha=config.alpha, targets=targets, rslora=config.rslora), dtype)
+    return None
 
 
 def snapshot_model(model: ModelConfig, folder: str) -> ModelConfig:

@@ -295,7 +295,7 @@ class _Experts:
 
     def _join(self, used: Tensor, num_tokens: int) -> Tensor:
         """Joins the experts of the ranks that share the tokens of a partition, [n, L, k] int16."""
-        group = self._model.sequence_group
+        group = self._model.execution.sequence_group
         if group is None:
             return used.short()
         tokens = self._model.token_shard.tokens(num_tokens)
@@ -315,7 +315,7 @@ def _path_scores(
     num_edges = sum(len(batch.edge_label) for batch in batches)
     if experts is not None:
         outputs = experts.record(outputs)
-    scores = join_outputs(outputs, num_edges, model.sequence_group)
+    scores = join_outputs(outputs, num_edges, model.execution.sequence_group)
     edge = torch.cat([batch.edge_number[batch.pairs.edge] for batch in batches])
     if len(batches) > 1:  # else the pairs are in the order of ``TokenTree.path_index``
         path = torch.cat([batch.pairs.path_number[batch.pairs.path] for batch in batches])

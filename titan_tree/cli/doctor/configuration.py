@@ -24,7 +24,6 @@ from titan_tree.distributed.settings import OPTIMIZERS
 from titan_tree.integrations.lightning_settings import LightningRunConfig
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf import read_weights
-from titan_tree.models.lora.adapters import add_lora
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.models.weights import whole_weights
 from titan_tree.rl.environment import ENVIRONMENTS
@@ -32,7 +31,7 @@ from titan_tree.rl.settings import RLRunConfig
 from titan_tree.run import build
 from titan_tree.run.config import Config
 from titan_tree.run.metrics.loggers import LOGGERS
-from titan_tree.run.model_setup import build_lora, build_model_without_weights
+from titan_tree.run.model_setup import add_configured_lora, build_model_without_weights
 
 WEIGHT_BYTES = 4  # per parameter, in a checkpoint
 
@@ -69,9 +68,8 @@ def _model(config: Config) -> Checked[TreeModel]:
     folder = config.model.hf_path
     with torch.device("meta"):
         model = build_model_without_weights(config.model)
-        lora, _ = build_lora(config.lora, model)
-        if lora is not None:
-            add_lora(model, lora)
+        if config.lora.is_on:
+            add_configured_lora(model, config.lora)
     if folder and isinstance(model, Decoder):
         # This compares all names, shapes and dtypes before the first tensor.
         next(read_weights(folder, model, whole_weights(model)))

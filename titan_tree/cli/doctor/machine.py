@@ -22,7 +22,7 @@ from titan_tree.cli.doctor import Finding, Subject, problem
 PACKAGE = Path(__file__).parents[2]
 PYPROJECT = PACKAGE.parent / "pyproject.toml"  # exists in a checkout
 EXTRAS = (  # those of users; others are for tests
-    *("data", "torchao", "flash", "lightning", "transformers", "trl", "vllm", "wandb", "mlflow"),
+    *("data", "torchao", "flash", "lightning", "transformers", "trl", "wandb", "mlflow"),
 )
 MIB, GIB, TIB = 2**20, 2**30, 2**40
 UNITS = {MIB: "MiB", GIB: "GiB", TIB: "TiB"}

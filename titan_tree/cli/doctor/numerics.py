@@ -17,6 +17,7 @@ from titan_tree.components.tree_loss.loss import TreeLoss
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.pretrained import build_model
+from titan_tree.models.tree_model import Execution
 from titan_tree.scoring.score_trees import tree_logprobs
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.routed_experts import Replay
@@ -147,7 +148,7 @@ def _train(
     model: Decoder, device: torch.device, dtype: torch.dtype, trees: Sequence[TokenTree]
 ) -> tuple[float, Gradients]:
     """Returns the loss and the gradients of a step with one micro-batch per tree."""
-    model.compute_dtype = dtype
+    model.execution = Execution(dtype)
     step = TreeStep(model, TreeLoss("sft"), device)
     loss = step.run(step.prepare([[tree] for tree in trees])).loss.item()
     gradients = {name: p.grad.double().cpu() for name, p in model.named_parameters() if p.grad is not None}

@@ -68,7 +68,7 @@ class LayerTrace:
     """The bytes that the layers of a model keep. Each kind of layer is traced on first use.
 
     Args:
-        model: a model on the meta device, with a ``compute_dtype``.
+        model: a model on the meta device, with a dtype in its ``execution``.
     """
 
     def __init__(self, model: Decoder) -> None:
@@ -122,12 +122,12 @@ def _trace(model: Decoder, block: Block, policy: str, sequence_parallel: int, ex
         partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
     )
     holder = nn.Module()
-    holder.layers = nn.ModuleList([copy.deepcopy(block).to(model.compute_dtype)])
+    holder.layers = nn.ModuleList([copy.deepcopy(block).to(model.execution.dtype)])
     share = TokenShard(num_ranks=sequence_parallel)
     path = TokenPath([1] * (TRACED_TOKENS * sequence_parallel))
     batch = share.of(TreeBatch.from_trees([TokenTree.from_paths([path])]))
     sizes = TRACED_TOKENS, model.config.hidden_size
-    x = torch.empty(sizes, dtype=model.compute_dtype, device="meta", requires_grad=True)
+    x = torch.empty(sizes, dtype=model.execution.dtype, device="meta", requires_grad=True)
     with _compiler_settings(model), _exchanges(holder, sequence_parallel, expert_parallel):
         layout = model.prepare(batch.to("meta").layout)
         if policy_class := POLICIES[policy]:

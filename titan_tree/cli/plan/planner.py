@@ -15,10 +15,10 @@ from titan_tree.cli.plan.layer_trace import LayerTrace
 from titan_tree.cli.plan.memory import RANDOM_ROUTER, Memory
 from titan_tree.cli.plan.timing import Gpu, Timing, add, total
 from titan_tree.cli.plan.workload import Step, sample_steps, take_sample
-from titan_tree.components.recurrence import TreeKDA
 from titan_tree.distributed.parallelize import check_parallel
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
+from titan_tree.models.tree_model import Execution
 from titan_tree.run import build
 from titan_tree.run.config import Config
 from titan_tree.run.model_setup import build_model_without_weights
@@ -117,7 +117,7 @@ class Planner:
                 "run that trains all weights needs, which is more"
             )
         self.model = model
-        self.model.compute_dtype = getattr(torch, config.training.dtype)
+        self.model.execution = Execution(getattr(torch, config.training.dtype))
         self.layers = LayerTrace(model)
         self._check(config)
         tokenizer = build.build_tokenizer(config.data, config.model.hf_path)
@@ -237,9 +237,6 @@ class Planner:
                 self.groups % config.data.global_batch_groups > 0
             ),
             "training.compile = false needs more memory and time than computed": not training.compile,
-            "the speed of KDA is not measured; the time is that of Gated DeltaNet": (
-                self.model.recurrence_class is TreeKDA
-            ),
             "the rates are those of bf16; float32 is several times slower": training.dtype == "float32",
             f"beyond {NODE_GPUS} GPUs, 50 GB/s per GPU are assumed, not measured": self.gpus > NODE_GPUS,
             "the time of this optimizer is that of adamw": (

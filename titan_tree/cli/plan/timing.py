@@ -20,7 +20,6 @@ from titan_tree.distributed.parallelize import gathered_size, shard_sizes
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.gated_delta_net import GatedDeltaNet
-from titan_tree.models.kimi_linear import KimiDeltaAttention
 from titan_tree.run.balance.assignment import idle_share
 from titan_tree.run.build import build_loss
 from titan_tree.run.config import Config
@@ -135,8 +134,7 @@ class Timing:
         matrices, attention, others = matrices + repeats, attention + repeats, others + repeats
         tokens, layers = -(-run.tokens // ranks), len(model.layers)  # tokens of this GPU
         expert_flops = 6 * model.experts.active_parameters if model.experts else 0
-        recurrent = GatedDeltaNet, KimiDeltaAttention
-        delta_nets = [block.mixer for block in model.blocks if isinstance(block.mixer, recurrent)]
+        delta_nets = [block.mixer for block in model.blocks if isinstance(block.mixer, GatedDeltaNet)]
         matrix_flops = costs.flops_per_token - expert_flops - sum(mixer.flops(1, 0) for mixer in delta_nets)
         attention_flops, keys = run.pairs * costs.flops_per_visible_pair / 3 / ranks, run.pairs / run.tokens
         vocabulary = run.edges * costs.flops_per_edge / rates.MATRIX_FLOPS

@@ -48,11 +48,7 @@ class MoE(nn.Module):
     """Sums the outputs of each token's k most probable experts, and of an optional shared expert.
 
     The router computes in fp32, or wider if x is. The experts compute in x's dtype, and their weights may
-    have more precision. Shared experts serve all tokens.
-
-    The probabilities are a softmax of the logits, or, in the routers of DeepSeek-V3 (arXiv:2412.19437), their
-    sigmoids. The gate of such a router has a bias [E], a frozen parameter, which is added for the choice
-    only.
+    have more precision. The shared expert serves all tokens.
 
     Args:
         hidden_size: d.
@@ -61,8 +57,6 @@ class MoE(nn.Module):
         top_k: k.
         norm_topk_prob: divide the chosen experts' probabilities by their sum.
         shared_expert: a module from [N, d] to [N, d] whose output a sigmoid gate scales, or None.
-        shared_experts: the same without a gate.
-        sigmoid_scale: the router has sigmoids, and weights have this factor; None: it has a softmax.
     """
 
     def __init__(
@@ -73,16 +67,10 @@ class MoE(nn.Module):
         top_k: int,
         norm_topk_prob: bool,
         shared_expert: nn.Module | None = None,
-        shared_experts: nn.Module | None = None,
-        sigmoid_scale: float | None = None,
     ) -> None:
         super().__init__()
-        self.sigmoid_scale, self.shared_experts = sigmoid_scale, shared_experts
         self.top_k, self.norm_topk_prob = top_k, norm_topk_prob
         self.gate = nn.Linear(hidden_size, num_experts, bias=False)
-        if sigmoid_scale is not None:
-            bias = nn.Parameter(torch.zeros(num_experts), requires_grad=False)
-            self.gate.register_parameter(BIAS, bias)
         self.experts = Experts(num_experts, hidden_size, intermediate_size)
         # [E] fp32, added to the probabilities for the choice only (RouterBias). DeepSeek-V3 uses this name.
         self.e_score_correction_bias: Tensor | None
@@ -107,13 +95,8 @@ class MoE(nn.Module):
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = router_logits(x, self.gate.weight)
-        if self.sigmoid_scale is None:
-            probability = logits.softmax(-1)
-            choice = probability.detach()
-        else:
-            score = logits.sigmoid()
-            probability = score / score.sum(-1, keepdim=True)
-            choice = score.detach() + self.gate.get_parameter(BIAS).to(wide)
+        probability = logits.softmax(-1)
+        choice = probability.detach()
         if self.e_score_correction_bias is not None:
             choice = choice + self.e_score_correction_bias
         expert = top_k(choice, self.top_k)
@@ -124,12 +107,7 @@ class MoE(nn.Module):
         counted = None if dispatcher is None else dispatcher.count(is_chosen)
 
         # All of this runs while ranks exchange the counts.
-        if self.sigmoid_scale is not None:
-            weight = score.gather(1, expert)
-            if self.norm_topk_prob:
-                weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
-            weight = self.sigmoid_scale * weight
-        elif self.norm_topk_prob:  # a softmax over the chosen, because all their probabilities may underflow
+        if self.norm_topk_prob:  # a softmax over the chosen, because all their probabilities may underflow
             weight = logits.gather(1, expert).softmax(-1)
         else:
             weight = probability.gather(1, expert)
@@ -144,8 +122,6 @@ class MoE(nn.Module):
         if self.shared_expert is not None:
             gate = F.linear(x, self.shared_expert_gate.weight.to(x.dtype))
             shared = torch.sigmoid(gate) * self.shared_expert(x)
-        elif self.shared_experts is not None:
-            shared = self.shared_experts(x)
 
         gate_up, down = (self.experts.weight(name, x.dtype) for name in ("gate_up_proj", "down_proj"))
         if dispatcher is None or counted is None:

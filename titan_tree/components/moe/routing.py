@@ -109,9 +109,8 @@ class RouterBias(Checked, table="router_bias"):
         after a step:  b_e += rate * sign(mean load - load_e)
 
     Each layer has its own biases. An expert's load is the number of tokens routed to it in the global batch.
-    The method is from arXiv:2408.15664 and DeepSeek-V3 (arXiv:2412.19437). There p is a sigmoid, as in
-    Kimi-Linear. In the other models here it is a softmax, with probabilities near 1 / E, so the same rate
-    changes choices faster.
+    The method is from arXiv:2408.15664 and DeepSeek-V3 (arXiv:2412.19437). There p is a sigmoid. In
+    the models here it is a softmax, with probabilities near 1 / E, so the same rate changes choices faster.
     """
 
     # Change of a bias per optimizer step. DeepSeek-V3 uses 1e-3. Default: no biases are added, and those of a

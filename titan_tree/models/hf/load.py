@@ -87,15 +87,15 @@ def read_weights(folder: str | Path, model: Decoder, shards: WeightShards) -> It
     """
     folder = Path(folder)
     files = weight_files(folder)
-    stored = _stored_shapes(folder, files, model)
+    stored = _stored_shapes(folder, files)
     # The published Qwen3-0.6B, for example, is tied and has its embedding twice.
     copied = stored.pop(COPY, None) if model.lm_head is None else None
     needed = correspondences(model, stored)
-    _check(folder, stored, needed, model)
+    _check(folder, stored, needed)
     if copied is not None:
-        _check_copied_embedding(folder, files, copied, shards[EMBEDDING], model)
+        _check_copied_embedding(folder, files, copied, shards[EMBEDDING])
     rows_by_tensor = {tensor: rows for match in needed for tensor, rows in match.rows_by_tensor().items()}
-    return _finite_parts(files, rows_by_tensor, shards, model)
+    return _finite_parts(files, rows_by_tensor, shards)
 
 
 def fill_shards(shards: WeightShards, parts: Iterable[WeightPart]) -> None:
@@ -133,7 +133,7 @@ def load_router_biases(model: Decoder, folder: str | Path) -> None:
         bias.copy_(torch.tensor(values))
 
 
-def _stored_shapes(folder: Path, files: list[Path], model: Decoder) -> dict[str, Shape]:
+def _stored_shapes(folder: Path, files: list[Path]) -> dict[str, Shape]:
     """Returns the shapes of all tensors to load, by the model's names, and checks their dtypes."""
     shapes: dict[str, Shape] = {}
     skipped = []
@@ -143,7 +143,7 @@ def _stored_shapes(folder: Path, files: list[Path], model: Decoder) -> dict[str,
                 if stored.startswith(NOT_LOADED):
                     skipped.append(stored)
                     continue
-                tensor, name = shard.get_slice(stored), model_name(stored, model)
+                tensor, name = shard.get_slice(stored), model_name(stored)
                 if name in shapes:
                     raise UserError(f"{file}: {stored}: a second tensor for {name}; remove one")
                 shapes[name] = tuple(tensor.get_shape())
@@ -162,40 +162,38 @@ def _stored_shapes(folder: Path, files: list[Path], model: Decoder) -> dict[str,
     return shapes
 
 
-def _check_copied_embedding(
-    folder: Path, files: list[Path], copied: Shape, shard: WeightShard, model: Decoder
-) -> None:
+def _check_copied_embedding(folder: Path, files: list[Path], copied: Shape, shard: WeightShard) -> None:
     """Raises UserError if the output projection of a tied model differs from its embedding in ``shard``."""
     piece = TensorRows(EMBEDDING, (0, 0), shard.shape)
     if copied == shard.shape:
         rows_by_tensor = {EMBEDDING: [piece], COPY: [piece]}
-        both = [part.values for part in _parts(files, rows_by_tensor, {EMBEDDING: shard}, model)]
+        both = [part.values for part in _parts(files, rows_by_tensor, {EMBEDDING: shard})]
         if not both or torch.equal(*both):
             return
     raise UserError(
-        f"{folder}: {COPY} differs from {hf_name(EMBEDDING, model)}, but config.json says "
+        f"{folder}: {COPY} differs from {hf_name(EMBEDDING)}, but config.json says "
         "tie_word_embeddings: true; set it to false"
     )
 
 
 def _finite_parts(
-    files: list[Path], rows_by_tensor: Mapping[str, list[TensorRows]], shards: WeightShards, model: Decoder
+    files: list[Path], rows_by_tensor: Mapping[str, list[TensorRows]], shards: WeightShards
 ) -> Iterator[WeightPart]:
     """Iterates like ``_parts``. Raises UserError for values that are not finite numbers in fp32."""
     limit = torch.finfo(torch.float32).max
-    for part in _parts(files, rows_by_tensor, shards, model):
+    for part in _parts(files, rows_by_tensor, shards):
         # Of a tensor with a NaN, both are NaN. Python's floats do not round the limit to the tensor's dtype.
         low, high = (bound.item() for bound in torch.aminmax(part.values))
         if not (-limit <= low and high <= limit):
             raise UserError(
-                f"{files[0].parent}: {hf_name(part.tensor, model)}: expected finite weights, got values from "
+                f"{files[0].parent}: {hf_name(part.tensor)}: expected finite weights, got values from "
                 f"{low} to {high}; download the snapshot again"
             )
         yield part
 
 
 def _parts(
-    files: list[Path], rows_by_tensor: Mapping[str, list[TensorRows]], shards: WeightShards, model: Decoder
+    files: list[Path], rows_by_tensor: Mapping[str, list[TensorRows]], shards: WeightShards
 ) -> Iterator[WeightPart]:
     """Iterates over what ``shards`` hold of ``rows_by_tensor``, by tensor, with one file open at a time."""
     for file in files:
@@ -203,7 +201,7 @@ def _parts(
             for stored in opened.keys():  # noqa: SIM118
                 if stored.startswith(NOT_LOADED):
                     continue
-                for piece in rows_by_tensor.get(name := model_name(stored, model), ()):
+                for piece in rows_by_tensor.get(name := model_name(stored), ()):
                     shard = shards[piece.parameter]
                     if overlap := _overlap(piece, shard):
                         rows, region = overlap
@@ -225,18 +223,18 @@ def _overlap(piece: TensorRows, shard: WeightShard) -> tuple[Region, Region] | N
     return (slice(piece.row + rows.start, piece.row + rows.stop), *others), tuple(region)
 
 
-def _check(folder: Path, stored: dict[str, Shape], needed: list[Correspondence], model: Decoder) -> None:
+def _check(folder: Path, stored: dict[str, Shape], needed: list[Correspondence]) -> None:
     """Raises UserError if the tensors of a snapshot are not those that the model needs."""
     expected = {name: shape for correspondence in needed for name, shape in correspondence.tensors.items()}
     parameters = {name for correspondence in needed for name in correspondence.parameters}
     for name in stored:
         if name in parameters and name not in expected:
-            raise UserError(f"{folder}: {hf_name(name, model)}: two tensors hold it; remove one")
-    _check_names(folder, *({hf_name(name, model) for name in names} for names in (expected, stored)))
+            raise UserError(f"{folder}: {hf_name(name)}: two tensors hold it; remove one")
+    _check_names(folder, *({hf_name(name) for name in names} for names in (expected, stored)))
     for name, shape in stored.items():
         if shape != expected[name]:
             raise UserError(
-                f"{folder}: {hf_name(name, model)}: expected shape {expected[name]} by config.json, got "
+                f"{folder}: {hf_name(name)}: expected shape {expected[name]} by config.json, got "
                 f"{shape}; these files belong to different models"
             )
 

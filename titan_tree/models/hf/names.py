@@ -1,9 +1,8 @@
 """How the tensors of a snapshot correspond to the parameters of a model.
 
-There are four kinds of correspondence:
+There are three kinds of correspondence:
 
     direct   one tensor is one parameter
-    joined   several tensors are one parameter (``Decoder.joined``), one after another
     packed   one tensor holds several parameters (``Decoder.packed``), as Qwen3-Next publishes projections
     fused    several tensors, one per expert and projection, make up one parameter
 
@@ -88,15 +87,6 @@ class Correspondence:
         return Correspondence({name: shape}, list(parameters), rows_by_tensor)
 
     @staticmethod
-    def joined(name: str, shape: Shape, tensors: Collection[str]) -> Correspondence:
-        size = shape[0] // len(tensors), *shape[1:]
-        boxes = {
-            tensor: [TensorRows(name, (i * size[0], *(0,) * len(size[1:])), size)]
-            for i, tensor in enumerate(tensors)
-        }
-        return Correspondence(dict.fromkeys(tensors, size), [name], lambda: boxes)
-
-    @staticmethod
     def fused(name: str, shape: Shape) -> Correspondence:
         singles = single_experts(name, shape)
 
@@ -136,19 +126,8 @@ def correspondences(model: Decoder, stored: Collection[str]) -> list[Corresponde
     for name, shape in shapes.items():
         is_fused = name not in stored and single_experts(name, shape)
         make = Correspondence.fused if is_fused else Correspondence.direct
-        tensors = joined_tensors(name, model)
-        found.append(Correspondence.joined(name, shape, tensors) if tensors else make(name, shape))
+        found.append(make(name, shape))
     return found
-
-
-def joined_tensors(name: str, model: Decoder) -> list[str]:
-    """Returns the names of the tensors in the parameter ``name``, see ``Decoder.joined``; [] for others."""
-    return [
-        name.removesuffix(ending) + tensor
-        for ending, tensors in model.joined.items()
-        if name.endswith(f".{ending}")
-        for tensor in tensors
-    ]
 
 
 def single_experts(name: str, shape: Shape) -> dict[str, Shape]:
@@ -174,15 +153,6 @@ def split_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return split
 
 
-def split_joined(weights: Mapping[str, Tensor], model: Decoder) -> dict[str, Tensor]:
-    """Returns ``weights`` with each parameter of ``model.joined`` replaced by views of its tensors."""
-    split: dict[str, Tensor] = {}
-    for name, weight in weights.items():
-        tensors = joined_tensors(name, model) or [name]
-        split |= zip(tensors, weight.chunk(len(tensors)), strict=True)
-    return split
-
-
 def pack(weights: Mapping[str, Tensor], model: Decoder) -> dict[str, Tensor]:
     """Returns ``weights`` with the tensors of ``model.packed`` in place of the parameters that they hold."""
     packed = dict(weights)
@@ -198,16 +168,11 @@ def pack(weights: Mapping[str, Tensor], model: Decoder) -> dict[str, Tensor]:
     return packed
 
 
-def model_name(stored: str, model: Decoder | None = None) -> str:
-    """Returns the name that ``model`` uses for the tensor that its snapshots call ``stored``.
-
-    Args:
-        model: None: snapshots and the model differ in the prefix only.
-    """
-    name = stored.removeprefix(TEXT_PREFIX).removeprefix(PREFIX)
-    return name if model is None else model.own_name(name)
+def model_name(stored: str) -> str:
+    """Returns the name that a model uses for the tensor that its snapshots call ``stored``."""
+    return stored.removeprefix(TEXT_PREFIX).removeprefix(PREFIX)
 
 
-def hf_name(name: str, model: Decoder, prefix: str = PREFIX) -> str:
-    """Returns the name that snapshots use for the tensor that ``model`` calls ``name``."""
-    return name if name.startswith("lm_head.") else prefix + model.stored_name(name)
+def hf_name(name: str, prefix: str = PREFIX) -> str:
+    """Returns the name that snapshots use for the tensor that a model calls ``name``."""
+    return name if name.startswith("lm_head.") else prefix + name

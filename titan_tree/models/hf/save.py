@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -25,7 +24,6 @@ from titan_tree.models.hf.names import (
     hf_name,
     pack,
     split_experts,
-    split_joined,
 )
 from titan_tree.models.hf.snapshot_files import (
     CONFIG,
@@ -111,9 +109,8 @@ def snapshot_tensors(
     biases = model.experts.router_biases() if model.experts else {}
     parts: Mapping[str, Tensor] = {name: w for name, w in weights.items() if name not in biases}
     parts = split_experts(parts) if model.publishes_single_experts else parts
-    parts = split_joined(parts, model) if model.joined else parts
     parts = pack(parts, model) if model.publishes_packed else parts
-    return {hf_name(name, model, prefix): weight for name, weight in parts.items()}
+    return {hf_name(name, prefix): weight for name, weight in parts.items()}
 
 
 def snapshot_prefix(source: str | Path | None) -> str:
@@ -188,26 +185,12 @@ def _write_weights(weights: dict[str, Tensor], folder: Path, max_shard_bytes: in
         write_tensors(contiguous, folder / file)
 
 
-def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: Mapping[str, str] = {}) -> None:
-    """Writes a safetensors file, with more metadata than its format. All tensors must be contiguous."""
+def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Writes a safetensors file. All tensors must be contiguous."""
     path.touch()
     mode = path.stat().st_mode  # as the umask says; safetensors would allow only the owner to read
-    save_file(tensors, path, metadata={"format": "pt", **metadata})
-    if metadata:
-        _sort_metadata(path)
+    save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(mode)
-
-
-def _sort_metadata(path: Path) -> None:
-    """Sorts the metadata of a safetensors file. safetensors writes them in random order."""
-    with path.open("r+b") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        assert len(text) <= size
-        file.seek(8)
-        file.write(text.ljust(size))
 
 
 @contextmanager

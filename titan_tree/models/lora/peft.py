@@ -8,15 +8,11 @@ after another, and B [out, rank E], with the expert as the index that changes fa
 
 from __future__ import annotations
 
-import functools
-import json
-import logging
 import math
 import re
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +28,6 @@ from titan_tree.models.lora.adapters import adaptable, add_lora, is_expert, owne
 from titan_tree.models.lora.packed import pack, packed_projections, unpack
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.models.weights import WeightShards, whole_weights
-
-logger = logging.getLogger(__name__)
 
 ADAPTER = "adapter_model.safetensors"
 WRAPPER = "base_model.model."  # how the names of all tensors begin
@@ -53,9 +47,6 @@ KNOWN_FIELDS = frozenset(
         *("target_modules", "target_parameters", "task_type", "use_rslora"),
     }
 )
-# Fields of adapter_config.json that decide what an adapter computes from its factors.
-COMPUTED_FIELDS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
-CHECKSUM = "titan_tree_crc32"  # in the metadata of the factors' file; PEFT does not read it
 # Other methods to initialize A and B also change the weights of the base model.
 KEEP_BASE = (True, False, "gaussian", "eva", "orthogonal")
 
@@ -84,20 +75,12 @@ def read_adapter(model: TreeModel, folder: str | Path) -> tuple[LoRA, dict[str, 
     """
     config = read_json(Path(folder) / ADAPTER_CONFIG)
     _check_config(config, Path(folder) / ADAPTER_CONFIG)
-    if (base := config.get("base_model_name_or_path")) and model.hf_path is not None:
-        _warn_of_other_base(str(base), model.hf_path, Path(folder))
     path = Path(folder) / ADAPTER
     with open_weights(path) as file:
         stored: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        checksum = (file.metadata() or {}).get(CHECKSUM)
-    if checksum not in (None, _checksum(stored, config)):
-        raise UserError(
-            f"{path}: the checksum of the factors and of {ADAPTER_CONFIG} does not match; copy or export the "
-            "adapter again"
-        )
     if not stored:
         raise UserError(f"{path}: expected factors of linears, found no tensors")
-    shapes = _shapes(model)
+    targets = _targets(model)
     by_module: dict[str, dict[str, Tensor]] = {}
     has_down = any(str(name).endswith("down_proj") for name in config.get("target_parameters") or ())
     for key, tensor in stored.items():
@@ -105,28 +88,28 @@ def read_adapter(model: TreeModel, folder: str | Path) -> tuple[LoRA, dict[str, 
         module = model_name(match[1]) if match else key
         if module.endswith(".experts"):
             module += ".down_proj" if match and has_down and not match[2] else ".gate_up_proj"
-        if match is None or module not in shapes:
+        if match is None or module not in targets:
             raise UserError(f"{path}: {shorten(key)}: expected a factor of a linear of {model.family}")
         if match[3] in by_module.setdefault(module, {}):
             raise UserError(f"{path}: {shorten(key)}: expected every factor once; another name holds it, too")
         by_module[module][match[3]] = _checked(tensor, f"{path}: {shorten(key)}")
-    _check_targets(config, shapes, by_module, path)
+    _check_targets(config, targets, by_module, path)
     ranks = {module: _of_module("rank_pattern", "r", module, config) for module in by_module}
     scaling = _scaling(config, ranks, Path(folder) / ADAPTER_CONFIG)
-    factors = {
-        shapes[module].name: _from_peft(module, shapes[module].shape, int(ranks[module]), found, path)
-        for module, found in by_module.items()
-    }
+    factors = {}
+    for module, found in by_module.items():
+        name, shape = targets[module]
+        factors[name] = _from_peft(module, shape, int(ranks[module]), found, path)
     factors = unpack(model, factors, config["r"])
     rank, rslora = max(a.shape[-2] for a, _ in factors.values()), bool(config.get("use_rslora"))
     alpha = float(config["lora_alpha"]) if rank == config["r"] else scaling * (rank**0.5 if rslora else rank)
-    targets = tuple(name for name in adaptable(model) if name in factors)
+    adapted = tuple(name for name in adaptable(model) if name in factors)
     weights = {}
     for name, (a, b) in factors.items():
         missing = rank - a.shape[-2]
         weights[_factor(name, "A")] = F.pad(a, (0, 0, 0, missing))
         weights[_factor(name, "B")] = F.pad(b, (0, missing))
-    return LoRA(rank=rank, alpha=alpha, targets=targets, rslora=rslora), weights
+    return LoRA(rank=rank, alpha=alpha, targets=adapted, rslora=rslora), weights
 
 
 def _check_targets(
@@ -156,21 +139,6 @@ def _check_targets(
             raise UserError(
                 f"{path}: {module}: {ADAPTER_CONFIG} {says} it, got {got} of it; save the adapter again"
             )
-
-
-@functools.cache
-def _warn_of_other_base(base: str, own: Path, folder: Path) -> None:
-    """Warns, once, if an adapter names another base model than the snapshot ``own``. Last names count."""
-    name = Path(base).name
-    # A folder of Hugging Face's cache is named models--OWNER--NAME.
-    if not any(part.rpartition("--")[2] == name for part in own.resolve().parts):
-        logger.warning(
-            "%s: base_model_name_or_path names %s, but the model is %s; an adapter computes what was trained "
-            "only with the weights that it was trained with",
-            folder / ADAPTER_CONFIG,
-            shorten(base),
-            own,
-        )
 
 
 def fill_lora(shards: WeightShards, weights: Mapping[str, Tensor]) -> None:
@@ -217,21 +185,9 @@ def save_adapter(
             tensors[f"{WRAPPER}{module}.lora_{letter}.weight"] = stored.contiguous()
     # Only packed projections differ in rank.
     ranks = {_hf_module(name): len(a) for name, (a, _) in factors.items() if a.shape[-2] != lora.rank}
-    config = _config(model, lora, ranks, source)
     with all_or_nothing(Path(folder)) as temporary:
-        write_tensors(tensors, temporary / ADAPTER, {CHECKSUM: _checksum(tensors, config)})
-        write_json(temporary / ADAPTER_CONFIG, config)
-
-
-def _checksum(tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> str:
-    """Returns a CRC-32 of the factors and of what decides how they are used."""
-    checksum = zlib.crc32(
-        json.dumps([config.get(field) for field in COMPUTED_FIELDS], sort_keys=True).encode()
-    )
-    for name, tensor in sorted(tensors.items()):
-        checksum = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), checksum)
-        checksum = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy(), checksum)
-    return f"{checksum:08x}"
+        write_tensors(tensors, temporary / ADAPTER)
+        write_json(temporary / ADAPTER_CONFIG, _config(model, lora, ranks, source))
 
 
 def _config(
@@ -331,18 +287,14 @@ def _is_pattern(table: object, is_wrong: Callable[[object], str | None]) -> bool
     )
 
 
-class _Target(NamedTuple):
-    """What a module of PEFT adapts: the name here, and the shape (out, in) or (E, out, in)."""
+def _targets(model: TreeModel) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Returns what an adapter of ``model`` can contain, by transformers' names.
 
-    name: str
-    shape: tuple[int, ...]
-
-
-def _shapes(model: TreeModel) -> dict[str, _Target]:
-    """Returns what an adapter of ``model`` can contain, by transformers' names."""
-    own = [_Target(name, matrix_shape(*owner(model, name))) for name in adaptable(model)]
-    packed = [_Target(each.name, each.shape) for each in packed_projections(model)]
-    return {_hf_module(target.name): target for target in own + packed}
+    Each has its name here, and its shape (out, in) or (E, out, in).
+    """
+    shapes = {name: matrix_shape(*owner(model, name)) for name in adaptable(model)}
+    shapes |= {packed.name: packed.shape for packed in packed_projections(model)}
+    return {_hf_module(name): (name, shape) for name, shape in shapes.items()}
 
 
 def _checked(tensor: Tensor, where: str) -> Tensor:

@@ -81,9 +81,20 @@ class Call(NamedTuple):
 
 @dataclass
 class Probe:
-    """Records a layer's first call of the attention function, which then ends the layer."""
+    """Records a layer's first call of the attention function, which then ends the layer.
+
+    It also takes the place of transformers' cache, and records the shapes of a token's rows.
+    """
 
     call: Call | None = None
+    shapes: list[tuple[int, int]] = field(default_factory=list)  # (heads, size)
+
+    def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        self.shapes = [(x.shape[1], x.shape[3]) for x in (keys, values)]
+        return keys, values
+
+    def get_seq_length(self, *_: object) -> int:
+        return 0
 
 
 class ProbedError(Exception):
@@ -173,20 +184,6 @@ class PartitionCache:
 
     def get_seq_length(self, *_: object) -> int:
         """Returns 0: positions are given explicitly."""
-        return 0
-
-
-@dataclass
-class ProbedKeys:
-    """Stands in for transformers' cache while a layer is probed. It records the shapes of a token's rows."""
-
-    shapes: list[tuple[int, int]] = field(default_factory=list)  # (heads, size)
-
-    def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        self.shapes = [(x.shape[1], x.shape[3]) for x in (keys, values)]
-        return keys, values
-
-    def get_seq_length(self, *_: object) -> int:
         return 0
 
 

@@ -10,7 +10,7 @@ N tokens, d hidden size.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -26,7 +26,6 @@ from titan_tree.models.transformers.attention_function import (
     PartitionCache,
     Probe,
     ProbedError,
-    ProbedKeys,
     TreeInputs,
 )
 from titan_tree.models.transformers.mixers import cached_rows, on_trees, recurrent_mixer
@@ -81,7 +80,7 @@ class TransformersBlock(nn.Module):
         positional: Sequence[object],
         named: Mapping[str, object],
         tree: TreeInputs | Probe,
-        cache: PartitionCache | ProbedKeys | None,
+        cache: PartitionCache | Probe | None,
     ) -> Tensor:
         """Runs the layer with these objects in place of transformers' own cache and mask."""
         out: Tensor = self._layer_forward(
@@ -153,43 +152,28 @@ class Survey:
         if getattr(block.layer, "block_type", None) in TOKENWISE:
             self.sizes.append(LayerSizes(None, ()))
             return hidden
-        probe, keys = Probe(), ProbedKeys()
+        probe = Probe()
         with suppress(ProbedError):
-            block.call(hidden, positional, named, probe, keys)
-        if probe.call is None or len(keys.shapes) != 2:
+            block.call(hidden, positional, named, probe, probe)
+        if probe.call is None or len(probe.shapes) != 2:
             raise UserError(
                 f"model: layer {index} does not get its keys and values as attention of transformers does, "
                 "so it cannot run on trees"
             )
-        self.sizes.append(LayerSizes(probe.call, [CachedRows("keys", shape) for shape in keys.shapes]))
+        self.sizes.append(LayerSizes(probe.call, [CachedRows("keys", shape) for shape in probe.shapes]))
         return hidden
 
 
-class LayerCalls:
-    """Takes the place of a transformers model's list of layers, and runs their blocks.
+class LayerCall:
+    """Takes the place of a layer of a transformers model, has its attributes, and runs its block.
 
     Args:
         blocks: one per layer. Checkpointing may replace its entries later.
+        index: the number of the layer.
     """
 
-    def __init__(self, blocks: nn.ModuleList) -> None:
-        self._calls = [_LayerCall(blocks, i, block.get_submodule("layer")) for i, block in enumerate(blocks)]
-
-    def __iter__(self) -> Iterator[_LayerCall]:
-        return iter(self._calls)
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    def __getitem__(self, index: int) -> _LayerCall:
-        return self._calls[index]
-
-
-class _LayerCall:
-    """Called like a layer of transformers. Has the attributes of the layer."""
-
-    def __init__(self, blocks: nn.ModuleList, index: int, layer: nn.Module) -> None:
-        self._blocks, self._index, self._layer = blocks, index, layer
+    def __init__(self, blocks: nn.ModuleList, index: int) -> None:
+        self._blocks, self._index, self._layer = blocks, index, blocks[index].get_submodule("layer")
 
     def __call__(self, hidden: Tensor, *positional: object, **named: Any) -> Tensor:
         current = named.pop(KEYWORD)

@@ -11,7 +11,6 @@ d hidden size.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from titan_tree.components.moe.layer import MoE
 from titan_tree.errors import UserError, shorten
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.gated_delta_net import GatedDeltaNet
-from titan_tree.models.kimi_linear import KimiDeltaAttention
 from titan_tree.models.layers import at_least_fp32
 from titan_tree.models.transformers.attention_function import NAMES
 from titan_tree.models.transformers.transformers_model import TransformersModel
@@ -77,18 +75,15 @@ def _from_decoder(model: Decoder) -> Any:
 
 def _share_mixer(mixer: Any, trained: Any) -> None:
     """Gives attention or a recurrence of transformers the modules and parameters of the trained one."""
-    is_recurrent = isinstance(trained, GatedDeltaNet | KimiDeltaAttention)
-    kept_modules = {"conv1d", "norm", "o_norm"} if is_recurrent else set()
+    is_recurrent = isinstance(trained, GatedDeltaNet)
+    kept_modules = {"conv1d", "norm"} if is_recurrent else set()
     _share(mixer, trained, *((trained._modules.keys() & mixer._modules.keys()) - kept_modules))
     if not is_recurrent:
         return
     # The same dicts, because ``cast_weights`` replaces their values.
     mixer._parameters, mixer.conv1d._parameters = trained._parameters, trained.conv1d._parameters
     mixer.conv1d.bias = None
-    if isinstance(trained, GatedDeltaNet):
-        mixer.norm = _GatedNorm(trained.norm, F.silu)
-    else:
-        mixer.o_norm = _GatedNorm(trained.o_norm, torch.sigmoid)
+    mixer.norm = _GatedNorm(trained.norm)
 
 
 def _share(module: nn.Module, trained: nn.Module, *names: str) -> None:
@@ -139,14 +134,14 @@ class _Mixture(nn.Module):
 
 
 class _GatedNorm(nn.Module):
-    """Calls the norm of a recurrence as transformers calls its own, with the output gate."""
+    """Calls the norm of Gated DeltaNet as transformers calls its own, with the output gate."""
 
-    def __init__(self, norm: Any, activation: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, norm: Any) -> None:
         super().__init__()
-        self.norm, self.activation = norm, activation
+        self.norm = norm
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return (self.norm(x) * self.activation(gate.to(at_least_fp32(x)))).to(x.dtype)
+        return (self.norm(x) * F.silu(gate.to(at_least_fp32(x)))).to(x.dtype)
 
 
 class _TiedHead(nn.Module):

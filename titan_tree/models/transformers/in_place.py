@@ -25,7 +25,7 @@ from titan_tree.errors import UserError
 from titan_tree.models.transformers.attention_function import KEYWORD, NAMES
 from titan_tree.models.transformers.blocks import LayerPass, Survey, TransformersBlock
 from titan_tree.models.transformers.transformers_model import TransformersModel
-from titan_tree.models.tree_model import ModelOutput
+from titan_tree.models.tree_model import Execution, ModelOutput
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
 
@@ -80,7 +80,7 @@ class InPlaceModel(TransformersModel):
                 f"model: lm_head: expected the linear that it was, got {type(head).__name__}; leave lm_head "
                 "out of the modules that adapters change"
             )
-        self._root, self.compute_dtype, self._device = (root,), compute_dtype, device
+        self._root, self._device, self.execution = (root,), device, Execution(compute_dtype)
 
     @property
     def root(self) -> nn.Module:
@@ -94,7 +94,7 @@ class InPlaceModel(TransformersModel):
         """Returns empty tensors of the right dtype: only the modules themselves have gathered weights."""
         weight = self.embedding_weight
         device = weight.device if self._device is None else self._device
-        empty = torch.empty(0, dtype=self.compute_dtype or weight.dtype, device=device)
+        empty = torch.empty(0, dtype=self.execution.dtype or weight.dtype, device=device)
         return empty, empty
 
     def score_edges(

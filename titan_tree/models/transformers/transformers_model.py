@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 
 from titan_tree.components.recurrence import prepare_conv
 from titan_tree.errors import UserError
+from titan_tree.models.block import LayerOutput
 from titan_tree.models.transformers.attention_function import NAME, arguments
 from titan_tree.models.transformers.blocks import (
-    LayerCalls,
+    LayerCall,
     LayerPass,
     LayerSizes,
     Survey,
@@ -25,7 +26,7 @@ from titan_tree.models.transformers.blocks import (
 )
 from titan_tree.models.transformers.mixers import Kind, conv_width, kind_of, recurrent_mixer
 from titan_tree.models.transformers.support import check_supported, check_windows, logit_cap, logit_scale
-from titan_tree.models.tree_model import LayersOutput, TreeModel, matrix_flops
+from titan_tree.models.tree_model import TreeModel, matrix_flops
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
 
@@ -121,7 +122,7 @@ class TransformersModel(TreeModel):
         blocks = [TransformersBlock(layer, self.attention, self.recurrence) for layer in base.layers]
         self.layers = nn.ModuleList(blocks)
         del base.layers
-        base.layers = LayerCalls(self.layers)
+        base.layers = [LayerCall(self.layers, i) for i in range(len(blocks))]
 
     def _survey(self, survey: Survey | None = None) -> list[LayerSizes]:
         survey = survey or Survey()
@@ -132,10 +133,10 @@ class TransformersModel(TreeModel):
 
     def run_layers(
         self, batch: TreeBatch, layout: TreeLayout, gateway: Sequence[Tensor], embedding: Tensor
-    ) -> LayersOutput:
+    ) -> LayerOutput:
         current = self._new_pass(layout, gateway)
         hidden = self._run(batch.tokens, layout.positions, current).to(embedding.dtype)
-        return LayersOutput(hidden * self.logit_scale if self.logit_scale != 1 else hidden, current.exports)
+        return LayerOutput(hidden * self.logit_scale if self.logit_scale != 1 else hidden, current.exports)
 
     def _new_pass(self, layout: TreeLayout, rows: Sequence[Tensor]) -> Any:
         """Returns what layers get as the argument ``KEYWORD``."""

@@ -1,7 +1,6 @@
-"""Sampling from a server of vLLM or SGLang, and the weights that it gets.
+"""Sampling from a server of vLLM, and the weights that it gets.
 
 server_sampler.py  ServerSampler, and how the table [rl.server] becomes one
-protocols.py       VLLM and SGLang: their requests, answers and commands
-broadcast.py       sends weights over a process group
+vllm.py            VLLM: requests, answers and commands
 client.py          ServerClient: HTTP requests, and when they are sent again
 """

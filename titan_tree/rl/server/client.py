@@ -1,4 +1,4 @@
-"""ServerClient: requests to an HTTP server that samples rollouts, such as vLLM or SGLang."""
+"""ServerClient: requests to an HTTP server that samples rollouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
 from typing import Any, TypeAlias
-from urllib.parse import urlsplit
 
 import httpx
 import tenacity
@@ -85,39 +84,24 @@ class ServerClient:
         """
         return self._request("POST", path, body, needs_json=True, largest=largest)
 
-    def command(
-        self,
-        path: str,
-        body: Mapping[str, object] | None = None,
-        retried: tuple[int, ...] = (),
-        attempts: int | None = None,
-    ) -> None:
+    def command(self, path: str, body: Mapping[str, object] | None = None) -> None:
         """Sends a command, whose answer need not be JSON. Raises the same errors as ``post``.
 
-        Args:
-            retried: further statuses after which the command is sent again.
-            attempts: maximum number of attempts. None: the number of the configuration.
-
         Raises:
-            UserError: the answer is JSON with a field "success" that is not true, with an error, or a list
-                that begins with false, as SGLang's.
+            UserError: the answer is JSON with a field "success" that is not true, or with an error.
         """
-        answer = self._request("POST", path, body or {}, retried=retried, attempts=attempts)
+        answer = self._request("POST", path, body or {})
         fields = answer if isinstance(answer, dict) else {}
         has_failed = fields.get("success", True) is not True or fields.get("error")
-        if (
-            has_failed
-            or fields.get("status") == "error"
-            or (isinstance(answer, list) and answer[:1] == [False])
-        ):
+        if has_failed or fields.get("status") == "error":
             message = fields.get("message")
             reason = hide(message)[:LONGEST_ERROR] if isinstance(message, str) else shorten(answer)
             raise UserError(f"{self.url}{path}: expected success, got {reason}; see the log of the server")
 
-    def find(self, *paths: str) -> dict[str, Json] | None:
-        """Returns the JSON of the first path that the server knows, or None. Raises the same as ``post``."""
-        answers = (self._request("GET", path, None, unknown=(404, 405)) for path in paths)
-        return next((answer for answer in answers if isinstance(answer, dict)), None)
+    def find(self, path: str) -> dict[str, Json] | None:
+        """Returns the JSON of a path, or None if the server does not know it. Raises the same as ``post``."""
+        answer = self._request("GET", path, None, unknown=(404, 405))
+        return answer if isinstance(answer, dict) else None
 
     def stop(self) -> None:
         """Ends all requests that have been sent. They raise StoppedError."""
@@ -125,14 +109,6 @@ class ServerClient:
             self._stopped.set()
             _shut_down(self._sockets)
             self._stopped = threading.Event()
-
-    def local_address(self) -> str:
-        """Returns the address of this machine on the network that leads to the server."""
-        host, port = urlsplit(self.url).hostname, urlsplit(self.url).port or 80
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0])
 
     def _request(
         self,
@@ -142,8 +118,6 @@ class ServerClient:
         *,
         needs_json: bool = False,
         unknown: tuple[int, ...] = (),
-        retried: tuple[int, ...] = (),
-        attempts: int | None = None,
         largest: int = LARGEST_ANSWER,
     ) -> Json:
         """Sends a request until the server answers it, and returns the JSON of the answer.
@@ -152,7 +126,7 @@ class ServerClient:
             needs_json: whether to send the request again if the answer is not JSON. Otherwise, it is None.
             unknown: statuses that say that the server does not know the path. The answer is then None.
         """
-        where, attempts, stopped = f"{self.url}{path}", attempts or self._attempts, self._stopped
+        where, attempts, stopped = f"{self.url}{path}", self._attempts, self._stopped
 
         def send() -> Json:
             status, content = self._send(method, path, body, stopped, largest)
@@ -167,7 +141,7 @@ class ServerClient:
                     return None
             text = hide(content.decode(errors="replace"))  # before it is cut inside of a secret
             problem = f"status {status}: {text[:LONGEST_ERROR]}"
-            if status >= 500 or status in (*RETRIED, *retried):
+            if status >= 500 or status in RETRIED:
                 raise _FailedAttempt(problem)
             raise UserError(
                 f"{where}: refused a request with {problem}; check the settings, and the version and the "
@@ -246,7 +220,7 @@ class ServerClient:
                     if len(content) > largest:
                         raise UserError(
                             f"{where}: expected an answer of at most {largest:,} bytes, got more; check that "
-                            "rl.server.url is the address of vLLM or SGLang, and use another version of it"
+                            "rl.server.url is the address of vLLM, and use another version of it"
                         )
         except httpx.HTTPError as error:
             if not late.is_set():

@@ -1,4 +1,4 @@
-"""ServerSampler: samples turns from servers of vLLM or SGLang, which get the trained weights."""
+"""ServerSampler: samples turns from servers of vLLM, which get the trained weights."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_tree.distributed.collectives import call_on_rank_0, rank, world_size
-from titan_tree.errors import UserError, shorten
+from titan_tree.distributed.collectives import call_on_rank_0, rank
+from titan_tree.errors import UserError, errors_at, shorten
 from titan_tree.models.lora.peft import save_adapter
 from titan_tree.models.pretrained import save_pretrained
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.rl.sampler import Completion
-from titan_tree.rl.server.broadcast import SGLangBroadcast, VLLMBroadcast
 from titan_tree.rl.server.client import LARGEST_ANSWER, ServerClient, StoppedError
-from titan_tree.rl.server.protocols import PROTOCOLS
+from titan_tree.rl.server.vllm import VLLM
 from titan_tree.rl.settings import RLRunConfig, ServerConfig
 from titan_tree.rl.truncation import ALL_IDS, Truncation
 from titan_tree.run.checkpoint.export import gathered_factors, gathered_weights
@@ -41,8 +40,8 @@ class PushSettings:
 
     Attributes:
         run: the prefix of the names of all versions.
-        folder: a folder for the newest snapshot or adapter. Its earlier contents are deleted. The server and
-            servers must see it under the same path. Broadcasts do not use it.
+        folder: a folder for the newest snapshot or adapter. Its earlier contents are deleted. Rank 0 and all
+            servers must see it under the same path.
         dtype: the dtype of sent weights. An adapter keeps its own dtype.
         source: the snapshot from which the model started, or None.
     """
@@ -57,14 +56,13 @@ class ServerSampler:
     """Samples each turn with a request of its own. Every context gets its turn, or an error ends the run.
 
     Failed requests are sent again with the same seed, see ``ServerClient``. The server must report log-probs
-    at temperature 1. SGLang does so by default, and vLLM in the logprobs modes "raw_logprobs" and
-    "processed_logprobs". With ``truncation``, they must be those over the kept ids: vLLM's are in the second
-    mode only.
+    at temperature 1, as vLLM does in the logprobs modes "raw_logprobs" and "processed_logprobs". With
+    ``truncation``, they must be those over the kept ids, as in the second mode.
 
     Args:
         url: address of the server, such as "http://localhost:8000", or of several servers. Contexts that
             begin alike are sent to the same one, whose prefix cache then has what they share.
-        model: name under which vLLM serves the model. SGLang needs none.
+        model: name under which vLLM serves the model.
         api_key: the key that is sent as a bearer token, see ``ServerClient``.
         push: how the trained weights are sent to the server. None: the server keeps its own.
         experts: sizes of the model whose experts to record. None: experts are not recorded.
@@ -72,13 +70,13 @@ class ServerSampler:
         settings: other keys of the table [rl.server], see ``ServerConfig``.
 
     Raises:
-        UserError: a setting is wrong, or weights are broadcast to vLLM, whose package is not installed.
+        UserError: a setting is wrong.
     """
 
     def __init__(
         self,
         url: str | list[str],
-        model: str = "",
+        model: str,
         api_key: str | None = None,
         *,
         push: PushSettings | None = None,
@@ -89,18 +87,13 @@ class ServerSampler:
         self.config = config = ServerConfig(url=url, model=model, **settings)
         urls = [url] if isinstance(url, str) else url
         self.clients = [ServerClient(url, config, api_key) for url in urls]
-        self.protocol = PROTOCOLS[config.api](model, has_experts=experts is not None, truncation=truncation)
+        self.vllm = VLLM(model, experts, truncation)
         if truncation.is_on and not truncation.top_k:
             raise UserError(
                 "rl.top_k: expected at least 1 with rl.top_p or rl.min_p and a server, to bound the size of "
                 "its answers, got 0; set it, for example to 512"
             )
         self.push, self.experts, self.truncation = push, experts, truncation
-        self._broadcasts: list[SGLangBroadcast | VLLMBroadcast] = []  # one per server
-        if push is not None and config.weights == "broadcast":
-            self._broadcasts = [
-                self.protocol.broadcast(client, push.dtype, push.source) for client in self.clients
-            ]
         self._loaded_adapter: str | None = None
         self._version: str | None = None  # name of the weights that the server must report. None: any
         self._is_closed = False
@@ -145,11 +138,7 @@ class ServerSampler:
             self._warn_once("nothing sends the trained weights to it, so its own may be stale")
             return
         version, is_adapter = f"{self.push.run}-{step}", self.config.weights == "adapter"
-        weights: dict[str, Tensor] | None = None
-        if is_adapter:
-            weights = gathered_factors(model)
-        elif world_size() > 1 or not self._broadcasts:
-            weights = gathered_weights(model, self.push.dtype)
+        weights = gathered_factors(model) if is_adapter else gathered_weights(model, self.push.dtype)
         push = self._push_adapter if is_adapter else self._push_weights
         try:
             call_on_rank_0(partial(push, model, weights, version, self.push))
@@ -159,7 +148,7 @@ class ServerSampler:
                 problem = f"adapter of step {step}: the server did not load it"
             raise UserError(f"{problem}: {error}") from None
         if is_adapter:
-            self.protocol.adapter = version
+            self.vllm.adapter = version
         else:
             self._version = version
         self._ask_version()
@@ -167,15 +156,13 @@ class ServerSampler:
     def close(self) -> None:
         """Ends all requests, and undoes what ``update`` did. Later calls of ``sample`` raise StoppedError.
 
-        Rank 0 leaves the groups of broadcasts and deletes its files, and servers unload its adapter.
+        Rank 0 deletes its files, and servers unload its adapter.
         """
         self._is_closed = True
         self._stop()
         if rank():
             return
-        for broadcast in self._broadcasts:
-            broadcast.close()
-        if self.push is not None and not self._broadcasts:
+        if self.push is not None:
             _emptied(self.push.folder)
         try:
             self._unload_adapter()
@@ -201,15 +188,10 @@ class ServerSampler:
     ) -> Completion:
         if self._is_closed:
             raise StoppedError(client.url)
-        request = self.protocol.sampling_request(context, limit, stop, seed)
-        content = client.post(self.protocol.sampling_path, request, self._largest(len(context) + limit))
-        try:
-            answer = self.protocol.read(content)
-            completion = answer.completion(context, limit, stop, self.experts, self.truncation.is_on)
-        except UserError as error:
-            raise UserError(f"{client.url}: {error}") from None
-        self._check_version(client, answer.version)
-        return completion
+        request = self.vllm.sampling_request(context, limit, stop, seed)
+        answer = client.post(self.vllm.sampling_path, request, self._largest(len(context) + limit))
+        with errors_at(client.url):
+            return self.vllm.completion(answer, context, limit, stop)
 
     def _largest(self, num_tokens: int) -> int:
         """Returns the maximum number of bytes of an answer about so many tokens."""
@@ -221,16 +203,13 @@ class ServerSampler:
     ) -> None:
         """Sends all weights while the servers are paused."""
         for client in self.clients:
-            self.protocol.pause(client, version)
-        for broadcast in self._broadcasts:
-            broadcast.send(model, weights, version)
-        if not self._broadcasts:
-            folder = _emptied(push.folder) / version
-            save_pretrained(model, folder, weights, push.source)
-            for client in self.clients:
-                self.protocol.load(client, folder)
+            self.vllm.pause(client, version)
+        folder = _emptied(push.folder) / version
+        save_pretrained(model, folder, weights, push.source)
         for client in self.clients:
-            self.protocol.resume(client)
+            self.vllm.load(client, folder)
+        for client in self.clients:
+            self.vllm.resume(client)
 
     def _push_adapter(
         self, model: TreeModel, factors: Mapping[str, Tensor] | None, name: str, push: PushSettings
@@ -249,14 +228,14 @@ class ServerSampler:
 
     def _command_adapter(self, verb: str, body: dict[str, object]) -> None:
         for client in self.clients:
-            client.command(f"{self.protocol.adapters_path}/{verb}_lora_adapter", body)
+            client.command(f"/v1/{verb}_lora_adapter", body)
 
     def _ask_version(self) -> None:
         """Raises UserError if a server reports that it has other weights than those of the last push."""
         if self._version is None:
             return
         for client in self.clients:
-            reported = (client.find(*self.protocol.version_paths) or {}).get("weight_version")
+            reported = (client.find("/weight_info") or {}).get("weight_version")
             self._check_version(client, reported)
             if reported is None:
                 self._warn_once(
@@ -299,8 +278,7 @@ def build_server_sampler(config: RLRunConfig, model: TreeModel, run: str) -> Ser
         )
     if table.weights == "adapter" and model.lora is None:
         raise UserError(
-            'rl.server.weights: expected "folder" or "broadcast" for a model without LoRA, got '
-            '"adapter"; or set lora.rank'
+            'rl.server.weights: expected "folder" for a model without LoRA, got "adapter"; or set lora.rank'
         )
     push = PushSettings(
         run=call_on_rank_0(lambda: f"{run}-{secrets.token_hex(2)}"),

@@ -1,0 +1,212 @@
+"""VLLM: requests to a server of vLLM that sample, their answers, and commands that change its weights.
+
+The commands are documented in docs/training/weight_transfer/ of vLLM's repository. A server needs
+VLLM_SERVER_DEV_MODE=1 for them, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 for adapters. Token ids go in and out,
+so nothing is tokenized twice.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from titan_tree.errors import UserError, shorten
+from titan_tree.rl.sampler import Completion
+from titan_tree.rl.server.client import Json, ServerClient
+from titan_tree.rl.truncation import Truncation
+from titan_tree.tree.path_fields import MAX_LOGPROB, MAX_NUMBER
+from titan_tree.tree.paths import ExpertSizes
+
+
+@dataclass
+class VLLM:
+    """A server of vLLM, which samples through OpenAI's completions API with vLLM's fields.
+
+    OpenAI's own API has no token ids in its answers. The field return_token_ids adds them. Sampling masks
+    come from vLLM's own endpoint /inference/v1/generate alone (docs/features/sampling_mask.md there).
+
+    Args:
+        model: name under which vLLM serves the model.
+        experts: sizes of the model whose experts answers must contain. None: experts are not recorded.
+        truncation: which ids the server keeps; if not all, answers must contain them.
+        adapter: name of the adapter that requests ask for. None: they ask for the model itself.
+    """
+
+    model: str
+    experts: ExpertSizes | None
+    truncation: Truncation
+    adapter: str | None = None
+
+    @property
+    def sampling_path(self) -> str:
+        """The path of requests that sample."""
+        return "/inference/v1/generate" if self.truncation.is_on else "/v1/completions"
+
+    def sampling_request(self, context: Sequence[int], limit: int, stop: int, seed: int) -> Json:
+        """Returns the body of a request for one turn of at most ``limit`` tokens."""
+        model, settings = {"model": self.adapter or self.model}, sampling_settings(self.truncation)
+        settings |= {"max_tokens": limit, "n": 1, "logprobs": 1, "seed": seed, "stop_token_ids": [stop]}
+        if self.truncation.is_on:
+            return model | {"token_ids": list(context), "sampling_params": settings}
+        return model | settings | {"prompt": list(context), "return_token_ids": True}
+
+    def completion(self, answer: Json, context: Sequence[int], limit: int, stop: int) -> Completion:
+        """Returns the turn in the JSON of the answer to such a request.
+
+        Raises:
+            UserError: fields are missing, or do not form one whole turn.
+        """
+        try:
+            (choice,) = answer["choices"]
+            tokens, logprobs = choice["token_ids"], choice["logprobs"]
+            if self.truncation.is_on:
+                logprobs = [token["logprob"] for token in logprobs["content"]]
+            else:
+                logprobs = logprobs["token_logprobs"]
+            num_tokens, finish = answer["usage"]["completion_tokens"], choice["finish_reason"]
+        except (KeyError, TypeError, ValueError):
+            raise UserError(
+                "expected one choice with token_ids, logprobs and finish_reason, and "
+                f"usage.completion_tokens, got {shorten(answer)}; use a version of vLLM that knows "
+                f"{'sampling_mask' if self.truncation.is_on else 'return_token_ids'}"
+            ) from None
+        if (model := answer.get("model", expected := self.adapter or self.model)) != expected:
+            raise UserError(
+                f"expected an answer of the model {shorten(expected)}, got one of {shorten(model)}; check "
+                "rl.server.url"
+            )
+        _check_context(choice, answer, list(context))
+        _check_all(tokens, (int,), 0, 2**31 - 1, "integer token_ids, at least 0")
+        _check_all(logprobs, (int, float), -MAX_NUMBER, MAX_LOGPROB, "numbers as token_logprobs, at most 0")
+        size = len(tokens)
+        if not size == len(logprobs) == num_tokens or not 1 <= size <= limit:
+            raise UserError(
+                f"expected as many token_ids as token_logprobs and completion_tokens, from 1 to {limit}, "
+                f"got {size}, {len(logprobs)} and {shorten(num_tokens)}; the server loses tokens, use "
+                "another version"
+            )
+        is_whole = stop not in tokens[:-1] and (tokens[-1] == stop or size == limit)
+        if not is_whole or finish not in ("stop", "length"):
+            raise UserError(
+                f"expected a turn that ends with the stop token {stop} or has {limit} tokens, got {size} "
+                f"tokens that end with {shorten(tokens[-3:])} (finish_reason {shorten(finish)}); start "
+                "the server without other stop tokens, for example with --generation-config vllm"
+            )
+        return Completion(
+            tokens,
+            [float(logprob) for logprob in logprobs],
+            None if self.experts is None else _experts(choice, answer, len(context) + size, self.experts),
+            _kept_ids(choice, tokens, logprobs) if self.truncation.is_on else None,
+        )
+
+    def pause(self, client: ServerClient, version: str) -> None:
+        """Stops sampling, and then names the weights before they arrive.
+
+        A server that restarts during the update thereby loses the name, so its first weights cannot get it.
+        """
+        client.command("/pause?mode=wait")
+        if client.find("/weight_info") is not None:  # newer versions
+            client.command("/update_weight_version", {"new_version": version})
+
+    def load(self, client: ServerClient, folder: Path) -> None:
+        """Lets the server load a Hugging Face snapshot."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        client.command("/collective_rpc", body)
+
+    def resume(self, client: ServerClient) -> None:
+        """Starts sampling again."""
+        client.command("/reset_prefix_cache")
+        client.command("/resume")
+
+
+def sampling_settings(truncation: Truncation) -> Json:
+    """Returns all settings at temperature 1. Some models' generation_config.json sets other defaults."""
+    kept = {"top_p": truncation.top_p, "top_k": truncation.top_k or -1, "min_p": truncation.min_p}
+    return {"temperature": 1.0, "repetition_penalty": 1.0} | kept
+
+
+def _check_context(choice: Json, answer: Json, context: list[int]) -> None:
+    """Raises UserError if an answer says that the server has read another context."""
+    if (num_read := answer["usage"].get("prompt_tokens")) not in (None, len(context)):
+        raise UserError(
+            f"expected the server to read all {len(context)} tokens of the context, got "
+            f"{shorten(num_read)}; start it with a longer context and without truncation"
+        )
+    for part in (choice, answer):
+        if (ids := part.get("prompt_token_ids")) not in (None, context):
+            raise UserError(
+                f"expected the token ids of the context, {shorten(context)}, as prompt_token_ids, got "
+                f"{shorten(ids)}; the server changes tokens, use another version"
+            )
+
+
+def _kept_ids(choice: Json, tokens: list[int], logprobs: list[float]) -> list[list[int]]:
+    """Returns the ids that the server kept for each token."""
+    mask = choice.get("sampling_mask")
+    if not isinstance(mask, list) or len(mask) != len(tokens):
+        raise UserError(
+            f"expected a sampling mask of {len(tokens)} tokens, got {shorten(mask)}; start vLLM with "
+            "--return-sampling-mask"
+        )
+    for token, ids, logprob in zip(tokens, mask, logprobs, strict=True):
+        _check_all(ids, (int,), 0, 2**31 - 1, "lists of integers as sampling mask, at least 0")
+        if token not in ids:
+            raise UserError(
+                f"sampling mask: expected the sampled id {token} among the ids that sampling kept, got "
+                f"{shorten(ids)}; use another version of the server"
+            )
+        if len(ids) == 1 and logprob < -MAX_LOGPROB:
+            raise UserError(
+                f"expected log-probs over the sampling mask, which are 0 for its only id, got {logprob}; "
+                "start vLLM with --logprobs-mode processed_logprobs"
+            )
+    return mask
+
+
+def _experts(choice: Json, answer: Json, length: int, sizes: ExpertSizes) -> np.ndarray:
+    """Returns the experts of the first ``length`` - 1 tokens. The model has not read the last token.
+
+    Newer versions send one .npy file in base64 for the whole sequence. Older versions send two nested lists,
+    one for the prompt and one for the turn. Some also send a row for the last token.
+    """
+    encoded, experts = choice.get("routed_experts"), None
+    try:
+        if isinstance(encoded, str):
+            file = io.BytesIO(base64.b64decode(encoded, validate=True))
+            experts = np.lib.format.read_array(file, allow_pickle=False)
+        elif encoded is not None and (prompt := answer.get("prompt_routed_experts")) is not None:
+            experts = np.array(prompt + encoded)
+    except Exception as error:  # NumPy evaluates the header as Python, with errors of the tokenizer
+        raise UserError(f"routed_experts: {error!s:.200}; use another version of vLLM") from None
+    if experts is None:
+        raise UserError(
+            "expected routed_experts, got none; start the server with --enable-return-routed-experts, or "
+            'set data.replay = "off"'
+        )
+    if experts.shape[1:] != (sizes.num_layers, sizes.top_k) or len(experts) not in (length - 1, length):
+        raise UserError(
+            f"routed_experts: expected {length - 1} rows of {sizes.num_layers} layers and {sizes.top_k} "
+            f"experts, got an array of shape {experts.shape}; check that the server serves this model"
+        )
+    are_ids = experts.dtype.kind in "iu"
+    if not are_ids or experts.min() < -1 or experts.max() >= sizes.num_experts:
+        values = f" from {experts.min()} to {experts.max()}" if are_ids else ""
+        raise UserError(
+            f"routed_experts: expected ids from 0 to {sizes.num_experts - 1}, or -1 for tokens without a "
+            f"record, got {experts.dtype}{values}; check that the server serves this model"
+        )
+    return experts[: length - 1].astype(np.int16)
+
+
+def _check_all(values: Json, kinds: tuple[type, ...], low: float, high: float, expected: str) -> None:
+    """Raises UserError unless ``values`` is a list of numbers of these types, from ``low`` to ``high``."""
+    wrong: list[Json] = [values]
+    if isinstance(values, list):
+        wrong = [value for value in values if type(value) not in kinds or not low <= value <= high]
+    if wrong:
+        raise UserError(f"expected {expected}, got {shorten(wrong[0])}; use another version of the server")
