@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> list[Row]:
 def read_paths(files: list[str], tokenizer: str, template: str | None = None) -> list[list[TokenPath]]:
     """Returns the paths of each group of samples in the files."""
     reader = SampleReader(DataConfig(files=files), TreeTokenizer.load(tokenizer, template))
-    return [reader.paths(group) for group in reader.groups()]
+    return [reader.paths(group) for group in reader.files.groups()]
 
 
 def plan_stats(strategy: str, max_tokens: int, tree: TokenTree) -> PlanStats | None:

@@ -45,7 +45,9 @@ def write_demo_store(file: Path) -> None:
     from titan_tree.data.token_store import write_store
 
     reader = SampleReader(DataConfig(files=["demo"]), TreeTokenizer.byte_level())
-    groups = [(group.id, reader.paths(group)) for group, _ in zip(reader.groups(), range(4), strict=False)]
+    groups = [
+        (group.id, reader.paths(group)) for group, _ in zip(reader.files.groups(), range(4), strict=False)
+    ]
     header = {"sources": [], "tokenizer": None, "tokenizer_name": "", "sample": {}}
     write_store(file, groups, header | {"advantage": "given", "advantage_options": {}})
 
@@ -68,7 +70,7 @@ def read_store(file: Path) -> object:
     from titan_tree.data.tree_bytes import tree_to_bytes
 
     reader = SampleReader(DataConfig(files=[str(file)]))
-    return [(group.id, tree_to_bytes(reader.tree(group))) for group in reader.groups()]
+    return [(group.id, tree_to_bytes(reader.tree(group))) for group in reader.files.groups()]
 
 
 READERS: dict[str, Callable[[Path], object]] = {ADAPTER: read_adapter, STORE: read_store}

@@ -61,7 +61,7 @@ def test_a_store_gives_the_trees_of_its_files_in_the_same_order(
         store = tree_dataset(folder / "shop.store", None if not given else tokenizer, **given, **options)
         assert as_data(store, 4) == as_data(files, 4)
         assert store.position() == files.position()
-        assert store.reader.sizes() == files.reader.sizes()
+        assert store.reader.files.sizes() == files.reader.files.sizes()
         files.epoch = files.group = 0
 
 

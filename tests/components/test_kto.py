@@ -232,13 +232,13 @@ def test_labels_of_files(tmp_path):
     rows = [{"group_id": 1, "tokens": [5, 6, i], "preference": side} for i, side in enumerate(sides)]
     (tmp_path / "f.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     reader = sample_reader(tmp_path / "f.jsonl")
-    (group,) = reader.groups()
+    (group,) = reader.files.groups()
     paths = reader.paths(group)
     (tmp_path / "scored.jsonl").write_text(
         "".join(path_record(group, "1", path, {}, {"ref_logprobs": np.zeros(3)}) + "\n" for path in paths)
     )
     again = sample_reader(tmp_path / "scored.jsonl")
-    (scored,) = again.groups()
+    (scored,) = again.files.groups()
     stored = tree_from_bytes(tree_to_bytes(TokenTree.from_paths(paths))).paths
     for found in (paths, again.paths(scored), stored):
         assert [path.preference for path in found] == list(sides)

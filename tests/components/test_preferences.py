@@ -284,7 +284,7 @@ def read(tmp_path, *rows, **options):
     file = tmp_path / "pairs.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     reader = SampleReader(DataConfig(files=[str(file)], **options), TreeTokenizer.load("byte"))
-    return [reader.paths(group) for group in reader.groups()]
+    return [reader.paths(group) for group in reader.files.groups()]
 
 
 USER, GOOD, BAD = (

@@ -75,7 +75,7 @@ def main() -> int:
 
 def read(file: str, tokenizer: TreeTokenizer) -> Groups:
     reader = sample_reader(file, tokenizer, sample={"turns": "whole"})
-    return [(group.id, reader.paths(group)) for group in reader.groups()]
+    return [(group.id, reader.paths(group)) for group in reader.files.groups()]
 
 
 def compare(name: str, label: str, file: str, expected: Groups, tokenizer: TreeTokenizer) -> bool:

@@ -40,7 +40,7 @@ def fuzz(count: int, seed: int, folder: Path) -> collections.Counter[str]:
             reader = sample_reader(
                 file, tokenizer, format=draw.choice([format, "auto"]), sample={"turns": "last"}
             )
-            for group in reader.groups():
+            for group in reader.files.groups():
                 reader.paths(group)
             outcomes["read"] += 1
         except UserError as error:
@@ -53,7 +53,7 @@ def original_rows(folder: Path) -> dict[str, list[Any]]:
     """Returns rows, or whole documents, of every format."""
     tasks = formats.demo_tasks(1)
     own = sample_reader(write_lines(folder / "own", tasks), TreeTokenizer.byte_level())
-    groups = [(group.id, own.paths(group)[:2]) for group in own.groups()]
+    groups = [(group.id, own.paths(group)[:2]) for group in own.files.groups()]
     asks = {"role": "user", "content": "q"}
     cut = {"role": "assistant", "content": "c", "tool_calls": [{"name": "f", "arguments": '{"a": 1.10'}]}
     choice = {"message": cut, "finish_reason": "length"}

@@ -316,7 +316,7 @@ def write(file):
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_the_reader_computes_them(tmp_path, name):
     reader = sample_reader(write(tmp_path / "f"), advantage=name, advantage_options={"once": True})
-    (group,) = reader.groups()
+    (group,) = reader.files.groups()
     for path, want in zip(reader.paths(group), advantages(name, TREE, REWARDS, once=True), strict=True):
         assert path.advantage.tolist() == want.tolist()
 
@@ -330,7 +330,7 @@ def test_the_turns_of_a_conversation_are_one_rollout(tmp_path):
     talks = [[*talk, {"role": "user", "content": "r"}, {"role": "assistant", "content": x}] for x in "xy"]
     file.write_text(json.dumps({"trajectories": [{"messages": m, "reward": i} for i, m in enumerate(talks)]}))
     reader = sample_reader(file, TreeTokenizer.byte_level(), advantage="spo")
-    (group,) = reader.groups()
+    (group,) = reader.files.groups()
     paths = reader.paths(group)
     assert [path.advantage[path.loss_mask > 0].tolist()[0] for path in paths] == [0, -0.5, 0, 0.5]
 
@@ -346,14 +346,14 @@ def test_records_of_one_rollout_count_once(tmp_path):
     reader = sample_reader(
         rows_file(tmp_path / "f", *turns, {"tokens": [1, 9], "reward": 0}), advantage="mean"
     )
-    (group,) = reader.groups()
+    (group,) = reader.files.groups()
     assert [path.advantage.tolist()[-1] for path in reader.paths(group)] == [0.5, 0.5, 0.5, -0.5]
 
 
 def test_records_of_one_rollout_have_one_reward(tmp_path):
     turns = [{"tokens": [1, 2], "rollout_id": "a", "reward": reward} for reward in (1, 0.5)]
     reader = sample_reader(rows_file(tmp_path / "f", *turns), advantage="mean")
-    (group,) = reader.groups()
+    (group,) = reader.files.groups()
     with pytest.raises(UserError, match=r"f:2: reward: expected 1, as in .* rollout 'a', got 0.5; give all"):
         reader.paths(group)
 
@@ -365,11 +365,11 @@ def test_a_store_holds_the_advantages_that_it_was_made_with(tmp_path):
     want = advantages("gigpo", TREE, REWARDS, omega=0.5)
     for settings in ({}, {"advantage": "gigpo", "advantage_options": {"omega": 0.5}}):
         reader = sample_reader(store, **settings)
-        (group,) = reader.groups()
+        (group,) = reader.files.groups()
         assert [path.advantage.tolist() for path in reader.paths(group)] == [x.tolist() for x in want]
     for settings in ({"advantage": "gigpo"}, {"advantage": "spo"}):
         reader = sample_reader(store, **settings)
-        (group,) = reader.groups()
+        (group,) = reader.files.groups()
         with pytest.raises(UserError, match=r"s.store: made without the advantages of .* ingest"):
             reader.paths(group)
 

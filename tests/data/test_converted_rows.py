@@ -95,7 +95,9 @@ def logged_calls(format):
 def test_calls_that_begin_alike_form_a_group(tmp_path, caplog, format):
     file = write_lines(tmp_path / format, logged_calls(format))
     reader = sample_reader(file, format=format.split(",")[0])
-    lines = {group.id: [place.rpartition(":")[2] for place, _ in group.records] for group in reader.groups()}
+    lines = {
+        group.id: [place.rpartition(":")[2] for place, _ in group.records] for group in reader.files.groups()
+    }
     assert lines == {"g": ["6"], f"{file}:1": ["1", "3", "5"], f"{file}:2": ["2", "4"]}
     assert (
         f"{file}: 5 calls without group_id form 2 groups, by their messages up to the first one of the user; "
@@ -158,9 +160,9 @@ CALLS = {
 def test_of_a_call_with_its_history_only_the_answer_is_trained(tmp_path, row, turns):
     tokenizer = TreeTokenizer.byte_level()
     reader = sample_reader(write_lines(tmp_path / "f", [{"id": "x"} | row]), tokenizer)
-    (paths,) = map(reader.paths, reader.groups())
+    (paths,) = map(reader.paths, reader.files.groups())
     assert [path.id for path in paths] == [f"x/{turn}" for turn in turns]
-    assert reader.sizes().samples == len(turns)
+    assert reader.files.sizes().samples == len(turns)
     for path in paths:
         is_whole = path.id == paths[-1].id or "prompt" in row  # the answer goes on after the other messages
         assert tokenizer.decode(path.tokens[path.loss_mask > 0]).count("<|im_end|>") == is_whole
@@ -229,7 +231,7 @@ def test_alpaca_with_history(tmp_path):
 def test_columns_of_the_frameworks(tmp_path, row, record):
     assert convert(tmp_path, "auto", row) == {"tokens": [1, 2, 3, 4, 5], **record}
     reader = sample_reader(str(tmp_path / "f"), ignore_fields=["kept"])
-    ((path,),) = map(reader.paths, reader.groups())
+    ((path,),) = map(reader.paths, reader.files.groups())
     assert path.tokens.tolist() == [1, 2, 3, 4, 5]
     assert path.loss_mask.tolist() == record["loss_mask"]
 

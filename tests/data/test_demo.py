@@ -15,7 +15,7 @@ from titan_tree.tree.token_tree import TokenTree, TreeStats
 @cache
 def trees(**options):
     reader = sample_reader("demo", TreeTokenizer.byte_level(), sample=options)
-    return [TokenTree.from_paths(reader.paths(group)) for group in reader.groups()]
+    return [TokenTree.from_paths(reader.paths(group)) for group in reader.files.groups()]
 
 
 def test_records_are_the_same_on_every_call_and_in_a_file(tmp_path):

@@ -32,7 +32,9 @@ def trained(tmp_path, row, template="chatml", **settings):
     tokenizer = tokenizer_with(template)
     reader = sample_reader(write_lines(tmp_path / "f", [row]), tokenizer, **settings)
     return [
-        tokenizer.decode(path.tokens[path.loss_mask > 0]) for g in reader.groups() for path in reader.paths(g)
+        tokenizer.decode(path.tokens[path.loss_mask > 0])
+        for g in reader.files.groups()
+        for path in reader.paths(g)
     ]
 
 
@@ -141,7 +143,7 @@ IDS = {"prompt_ids": [1, 2], "completion_ids": [3, 4]}
 )
 def test_ids_are_the_models_own(tmp_path, fields, mask):
     reader = sample_reader(write_lines(tmp_path / "f", [IDS | fields]))
-    ((path,),) = map(reader.paths, reader.groups())
+    ((path,),) = map(reader.paths, reader.files.groups())
     np.testing.assert_array_equal(path.loss_mask, mask)
 
 
@@ -209,7 +211,7 @@ def test_a_prefill_is_context_of_the_answer_that_continues_it(tmp_path, row):
     for template in ("chatml", "qwen3", TRIMS):
         tokenizer = tokenizer_with(template)
         reader = sample_reader(write_lines(tmp_path / "f", [row]), tokenizer)
-        ((path,),) = map(reader.paths, reader.groups())
+        ((path,),) = map(reader.paths, reader.files.groups())
         whole = [ASK, {"role": "assistant", "content": "The sum is 2"}]
         assert tokenizer.decode(path.tokens) == tokenizer.render(whole)
         (got,) = trained(tmp_path, row, template)

@@ -1,6 +1,7 @@
 """Formats: every reader gives the paths that the same tasks give in titan_tree's own schema."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +15,14 @@ from tests.support.formats import Task, write_dataset, write_document, write_lin
 from tests.support.sessions import CLAUDE, CODEX, OPENHANDS, PI
 from tests.support.traces import GYM, LIGHTNING, TRACE
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.data.readers import DEFAULT_FORMAT, READERS, Source, read_records
+from titan_tree.data.readers import (
+    DEFAULT_FORMAT,
+    READERS,
+    SIGNATURES,
+    Source,
+    read_records,
+    recognized_formats,
+)
 from titan_tree.data.token_store import write_store
 from titan_tree.errors import UserError
 from titan_tree.tree.token_tree import TokenTree
@@ -48,7 +56,7 @@ def tasks_of(name: str) -> list[Task]:
 def paths_by_group(file: str, turns: str = "each", format: str = "auto"):
     """Returns (group id, its paths) in order."""
     reader = sample_reader(file, BYTES, format=format, sample={"turns": turns})
-    return [(group.id, reader.paths(group)) for group in reader.groups()]
+    return [(group.id, reader.paths(group)) for group in reader.files.groups()]
 
 
 def contents(groups):
@@ -102,7 +110,7 @@ def test_a_result_file_gives_the_paths_of_the_own_schema(tmp_path, expected, for
     for indent in (None, 2):
         file = write_document(tmp_path / "results.json", write(tasks_of(data)), indent)
         assert contents(paths_by_group(file, turns)) == wanted
-    first, *_ = next(iter(sample_reader(file).groups())).records
+    first, *_ = next(iter(sample_reader(file).files.groups())).records
     assert first[1]["reward"] == tasks_of(data)[0]["trajectories"][0]["reward"]
 
 
@@ -166,6 +174,27 @@ def test_every_format_is_recognized_by_one_reader_only(tmp_path):
     for expected_name, file in [*files.items(), *more]:
         claimed = [name for name in names if READERS[name]().recognizes(Source(file))]
         assert claimed == ([] if expected_name is None else [expected_name]), (file, claimed)
+        assert list(recognized_formats(Source(file))) == claimed  # by their keys, too
+    assert SIGNATURES.keys() == set(names) - {"token_store"}
+
+
+READ_CHAT = """
+import sys
+from titan_tree.data.readers import read_records
+print(len(list(read_records(sys.argv[1]))))
+print(*sorted(name.partition(".data.readers.")[2] for name in sys.modules if ".data.readers." in name))
+"""
+
+
+def test_a_chat_file_imports_no_reader_of_another_format(tmp_path):
+    """The readers of Anthropic's messages and of logs share parts with that of OpenAI's."""
+    file = write_lines(tmp_path / "chat.jsonl", [{"messages": [{"role": "user", "content": "?"}]}])
+    printed = subprocess.run(
+        [sys.executable, "-c", READ_CHAT, file], check=True, capture_output=True, text=True
+    ).stdout
+    assert printed == (
+        "1\nanthropic chat containers decompress openai_chat row_reader strict_json text_rows\n"
+    )
 
 
 def test_an_ambiguous_file_names_the_candidates(tmp_path):

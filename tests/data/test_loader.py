@@ -93,7 +93,7 @@ def test_reading_checksums_does_not_change_what_another_thread_pickles(file: Pat
     """A dictionary that grows while it is pickled is a RuntimeError."""
     dataset = tree_dataset(file)
     before = set(vars(dataset.reader))
-    assert dataset.reader.checksums
+    assert dataset.reader.files.checksums
     assert set(vars(dataset.reader)) == before
 
 

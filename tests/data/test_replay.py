@@ -44,7 +44,7 @@ def read(tmp_path, *records, experts=None):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     reader = sample_reader(file, limits=ModelLimits(experts=experts), replay="first")
-    return [path for group in reader.groups() for path in reader.paths(group)]
+    return [path for group in reader.files.groups() for path in reader.paths(group)]
 
 
 def test_records_are_read_from_lists_and_from_npy_files(tmp_path):

@@ -195,7 +195,7 @@ def test_dropped_thoughts_of_the_demo(template, settings, number):
     tokenizer = TreeTokenizer.byte_level(template)
     reader = sample_reader("demo", tokenizer, sample=settings)
     found = 0
-    for _, group in zip(range(8), reader.groups(), strict=False):
+    for _, group in zip(range(8), reader.files.groups(), strict=False):
         tree = TokenTree.from_paths(reader.paths(group))
         places = reported(tree, tokenizer.decode, DROPPED_THOUGHT)
         assert places == dropped_thoughts(tree)
@@ -212,7 +212,7 @@ def test_dropped_thoughts_of_real_rollouts():
     ):
         tokenizer = TreeTokenizer.byte_level(template)
         reader = sample_reader(REAL_DATA / "webdancer_think.jsonl.gz", tokenizer, sample=settings)
-        trees = (TokenTree.from_paths(reader.paths(group)) for group in reader.groups())
+        trees = (TokenTree.from_paths(reader.paths(group)) for group in reader.files.groups())
         points = [point for tree in trees for point in branch_points(tree, tokenizer.decode)]
         assert Counter(reason for point in points for reason in point.reasons) == expected
 
@@ -223,7 +223,7 @@ def test_empty_thought_blocks_of_real_rollouts():
     tokenizer = TreeTokenizer.byte_level("qwen3")
     reader = sample_reader(REAL_DATA / "toolbench_dfsdt.jsonl.gz", tokenizer)
     counts = Counter()
-    for group in islice(reader.groups(), 5):
+    for group in islice(reader.files.groups(), 5):
         tree = TokenTree.from_paths(reader.paths(group))
         assert reported(tree, tokenizer.decode, EMPTY_BLOCK) == dropped_thoughts(tree)
         counts.update(r for point in branch_points(tree, tokenizer.decode) for r in point.reasons)

@@ -44,7 +44,7 @@ def write(path, *lines):
 def read(files, tokenizer=None, limits=NO_LIMITS, **settings):
     """Returns [(group id, paths)] of some files."""
     reader = sample_reader(files, tokenizer or FakeTokenizer(), limits, **settings)
-    return [(group.id, reader.paths(group)) for group in reader.groups()]
+    return [(group.id, reader.paths(group)) for group in reader.files.groups()]
 
 
 def text(path):
@@ -294,7 +294,7 @@ def test_recorded_experts_are_checked_only_if_they_are_replayed(tmp_path):
 def test_messages_need_a_tokenizer(tmp_path):
     file = write(tmp_path / "f", {"messages": chat("a", "b")})
     reader = sample_reader(file)
-    (group,) = reader.groups()
+    (group,) = reader.files.groups()
     with pytest.raises(UserError, match="f:1: messages: conversations need a tokenizer"):
         reader.paths(group)
 
@@ -315,7 +315,7 @@ def test_log_probs_that_are_all_zero_are_named_once(tmp_path, caplog):
     row = {"tokens": list(range(9)), "old_logprobs": [0.0] * 9}
     short = {"tokens": [1, 2, 3], "old_logprobs": [0.0] * 3}
     reader = sample_reader(write_lines(tmp_path / "f", [short, row | {"id": "r"}, row]))
-    for group in reader.groups():
+    for group in reader.files.groups():
         reader.paths(group)
     (record,) = caplog.records
     assert record.getMessage().endswith(
@@ -404,7 +404,7 @@ def test_text_is_trained_as_it_is(tmp_path):
         file = tmp_path / f"{number}.jsonl"
         file.write_text(json.dumps(row) + "\n")
         reader = SampleReader(DataConfig(files=[str(file)]), tokenizer)
-        (group,) = reader.groups()
+        (group,) = reader.files.groups()
         assert group.records[0][1].get("reward") == row.get("score")
         (path,) = reader.paths(group)
         assert path.tokens.tolist() == [97, 98, 258]

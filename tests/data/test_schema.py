@@ -27,7 +27,7 @@ def paths_of(tmp_path, *lines, **settings):
     text = (line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
     file.write_bytes(b"".join(line + b"\n" for line in text))
     reader = sample_reader(file, BYTES, **settings)
-    return [reader.paths(group) for group in reader.groups()]
+    return [reader.paths(group) for group in reader.files.groups()]
 
 
 def error_of(tmp_path, *lines, **settings):
@@ -94,7 +94,7 @@ def test_fields_that_the_chat_template_reads_are_known(tmp_path):
     file = tmp_path / "f.jsonl"
     file.write_text(json.dumps({"messages": [message]}))
     reader = sample_reader(file, TreeTokenizer.byte_level(mood))
-    (group,) = reader.groups()
+    (group,) = reader.files.groups()
     assert len(reader.paths(group)) == 1
 
 
@@ -334,7 +334,7 @@ def test_a_record_chooses_its_turns(tmp_path):
     counts = [3, 1, 1, 1, 1 + 1 + 3]
     assert [len(paths) for paths in groups] == counts
     reader = sample_reader(tmp_path / "rollouts.jsonl", BYTES, sample={"turns": "last"})
-    assert reader.sizes() == ((5,), sum(counts))
+    assert reader.files.sizes() == ((5,), sum(counts))
     each, last, whole, *_ = groups
     assert last[0].tokens.tolist() == each[2].tokens.tolist()
     assert last[0].loss_mask.tolist() == each[2].loss_mask.tolist()
@@ -357,7 +357,7 @@ def test_turns_of_weight_0_make_no_samples(tmp_path):
 
     ((first, third),) = paths_of(tmp_path, chat(None, 0, 1))
     assert (first.id, third.id) == ("c/1", "c/3")
-    assert sample_reader(tmp_path / "rollouts.jsonl", BYTES).sizes() == ((1,), 2)
+    assert sample_reader(tmp_path / "rollouts.jsonl", BYTES).files.sizes() == ((1,), 2)
     plain = paths_of(tmp_path, chat(None, None, None))[0][2]
     assert third.tokens.tolist() == plain.tokens.tolist()  # the turn is still read as context
     assert len(paths_of(tmp_path, chat(0, 1), sample={"turns": "last"})[0]) == 1
@@ -378,4 +378,6 @@ def test_turns_of_weight_0_make_no_samples(tmp_path):
 @pytest.mark.parametrize("name", ["tau_airline", "toolbench_dfsdt", "webdancer_think"])
 def test_real_files_have_no_unknown_fields(name):
     reader = sample_reader(REAL_DATA / f"{name}.jsonl.gz", BYTES, sample={"turns": "last"})
-    assert sum(len(reader.paths(group)) for group, _ in zip(reader.groups(), range(3), strict=False)) >= 3
+    assert (
+        sum(len(reader.paths(group)) for group, _ in zip(reader.files.groups(), range(3), strict=False)) >= 3
+    )

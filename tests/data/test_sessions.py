@@ -70,13 +70,13 @@ def test_a_session_is_trained_once_per_answer(tmp_path):
     """Six answers, in a tree that holds each of them once."""
     tokenizer = TreeTokenizer.byte_level()
     reader = sample_reader(write_lines(tmp_path / "f.jsonl", CLAUDE), tokenizer)
-    (group,) = reader.groups()
+    (group,) = reader.files.groups()
     paths = reader.paths(group)
     answers = [tokenizer.decode(path.tokens[path.loss_mask > 0]) for path in paths]
     assert answers[1:] == [f"{text}<|im_end|>" for text in ("done", "again", "fine", "3", "ok")]
     assert "two folders" in answers[0]
-    assert reader.sizes().samples == len(paths) == 6
-    assert sum(reader.skipped.values()) == 6
+    assert reader.files.sizes().samples == len(paths) == 6
+    assert sum(reader.files.skipped.values()) == 6
 
 
 def test_inspect_counts_what_is_left_out(tmp_path, capsys):

@@ -46,7 +46,9 @@ def test_what_is_between_the_marks_is_what_the_loss_counts():
     """On the demo, whose texts contain neither marks nor names of special tokens."""
     reader = sample_reader("demo", TOKENIZER, sample={"turns": "whole"})
     paths = [
-        path for _, group in zip(range(4), reader.groups(), strict=False) for path in reader.paths(group)
+        path
+        for _, group in zip(range(4), reader.files.groups(), strict=False)
+        for path in reader.paths(group)
     ]
     assert len(paths) == 16
     for path in paths:

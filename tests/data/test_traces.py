@@ -46,7 +46,7 @@ def write(path, *rows):
 
 def read(file, **options):
     reader = sample_reader(file, **options)
-    return [(group.id, reader.paths(group)) for group in reader.groups()]
+    return [(group.id, reader.paths(group)) for group in reader.files.groups()]
 
 
 def listed(values):

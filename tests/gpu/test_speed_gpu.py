@@ -85,7 +85,7 @@ def step_on_a_real_tree(line: str = f"{MODEL} --rounds 5") -> list[float]:
         pytest.skip("needs the real rollouts")
     tokenizer = TreeTokenizer.from_tiktoken(REAL_DATA / "qwen.tiktoken.gz", template="chatml")
     reader = sample_reader(REAL_DATA / "tau_airline.jsonl.gz", tokenizer)
-    case = layouts.Case("tau-bench", [reader.paths(next(iter(reader.groups())))])
+    case = layouts.Case("tau-bench", [reader.paths(next(iter(reader.files.groups())))])
     (row,) = layouts.compare([case], arguments("por", line))
     return [row["of operations"]]
 

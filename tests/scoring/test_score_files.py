@@ -70,7 +70,7 @@ def config(folder: Path, **options):
 def read(file: Path):
     """Returns the paths of each group."""
     reader = sample_reader(file)
-    return [(group.id, reader.paths(group)) for group in reader.groups()]
+    return [(group.id, reader.paths(group)) for group in reader.files.groups()]
 
 
 def model_of(folder: Path, **options):
@@ -207,7 +207,7 @@ def test_the_turns_of_a_conversation_stay_one_rollout(tmp_path):
         reader = sample_reader(file, TreeTokenizer.byte_level() if tokenizer else None, advantage=name)
         return [
             (path.id, path.rollout_tokens, path.advantage.tolist())
-            for group in reader.groups()
+            for group in reader.files.groups()
             for path in reader.paths(group)
         ]
 

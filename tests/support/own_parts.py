@@ -19,7 +19,7 @@ from titan_tree.components.recurrence import reference as recurrence_reference
 from titan_tree.components.tree_attention import reference as attention_reference
 from titan_tree.components.tree_loss.ratios import field
 from titan_tree.components.tree_partitioner import greedy
-from titan_tree.data.readers import Place, Record, Source
+from titan_tree.data.readers import Record, Source
 from titan_tree.data.readers.own_schema import OwnSchemaReader
 from titan_tree.data.turns import ADVANTAGES, Turns
 from titan_tree.distributed.settings import OptimizerSpec
@@ -48,7 +48,7 @@ def tokenizer(template: str | None) -> TreeTokenizer:
 class Chats(OwnSchemaReader):
     """The library's own schema."""
 
-    def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
+    def records(self, source: Source) -> Iterator[tuple[str, Record]]:
         use("reader")
         return super().records(source)
 

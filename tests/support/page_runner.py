@@ -119,7 +119,7 @@ def _check_config(text: str) -> None:
 def _check_records(text: str) -> None:
     Path("block.jsonl").write_text(text)
     reader = SampleReader(DataConfig(files=["block.jsonl"]), TreeTokenizer.byte_level())
-    for group in reader.groups():
+    for group in reader.files.groups():
         assert reader.paths(group)
 
 

@@ -143,7 +143,7 @@ def test_a_tokenizer_gives_the_samples_of_training(tmp_path):
     tokenizer = TreeTokenizer.byte_level()
     payload = payload_of(file, tokenizer=tokenizer)
     reader = sample_reader(file, tokenizer)
-    trees = {group.id: reader.tree(group) for group in reader.groups()}
+    trees = {group.id: reader.tree(group) for group in reader.files.groups()}
     assert {tree["id"]: tree["n_flat"] for tree in payload["trees"]} == {
         name: tree.stats.n_flat for name, tree in trees.items()
     }

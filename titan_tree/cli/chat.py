@@ -136,7 +136,7 @@ def show_task(saved: SavedModel, tokenizer: TreeTokenizer, device: object) -> No
     if saved.config is None or not saved.config.data.files:
         raise UserError("--task: expected the folder of a run that trains on data files")
     reader = SampleReader(saved.config.data, tokenizer)
-    path = reader.paths(next(reader.groups()))[0]
+    path = reader.paths(next(reader.files.groups()))[0]
     trained = np.flatnonzero(path.loss_mask[1:]) + 1  # nothing predicts the first token
     if not len(trained):
         raise UserError("--task: the first sample of the run's data has no trained token")

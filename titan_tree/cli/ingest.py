@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
     reader = SampleReader(_data_config(args), tokenizer)
     _check(reader, tokenizer)
     with progress_bar() as open_file:
-        groups = ((group.id, reader.paths(group)) for group in reader.groups(open_file))
+        groups = ((group.id, reader.paths(group)) for group in reader.files.groups(open_file))
         stats = write_store(args.out, groups, _header(args, reader, tokenizer))
     total = TreeStats.total(stats)
     print(
@@ -67,11 +67,11 @@ def _check(reader: SampleReader, tokenizer: TreeTokenizer | None) -> None:
     from titan_tree.data.data_files import holds_conversations
     from titan_tree.data.token_store import is_store
 
-    for file in reader.files:
+    for file in reader.files.paths:
         if Path(file).is_file() and is_store(Path(file)):
             raise UserError(f"{file}: this is a token store already; train on it as it is")
     if tokenizer is None:
-        if holds_conversations(next(reader.groups())):
+        if holds_conversations(next(reader.files.groups())):
             raise UserError("--tokenizer: conversations need the tokenizer of the model; give its folder")
     elif tokenizer.template_reads_clock:
         raise UserError(
@@ -84,7 +84,7 @@ def _header(
     args: argparse.Namespace, reader: SampleReader, tokenizer: TreeTokenizer | None
 ) -> dict[str, object]:
     """Returns what the store is made of."""
-    checksums = zip(reader.files, reader.checksums, strict=True)
+    checksums = zip(reader.files.paths, reader.files.checksums, strict=True)
     return {
         "sources": [{"file": file, "bytes": size, "crc32": crc} for file, (size, crc) in checksums],
         "tokenizer": tokenizer.fingerprint() if tokenizer else None,

@@ -20,7 +20,7 @@ from itertools import count, groupby, islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from titan_tree.data.readers import DEMO, OpenFile, Place, Record, find_files, open_binary, read_records
+from titan_tree.data.readers import DEMO, OpenFile, Record, find_files, open_binary, read_records
 from titan_tree.data.readers.row_reader import file_of, warn_once
 from titan_tree.data.schema import (
     CONVERSATION_FIELDS,
@@ -48,7 +48,7 @@ class Group:
     """The records of one group, parsed but not tokenized."""
 
     id: str
-    records: list[tuple[Place, Record]]
+    records: list[tuple[str, Record]]
 
     def checksum(self, start: int = 0) -> int:
         """Returns the CRC-32 of the records, continued from ``start``. Equal files give equal checksums."""
@@ -69,7 +69,7 @@ class Trajectory(NamedTuple):
     It becomes a training sample for each of its trained turns, or one for a list of token ids.
     """
 
-    place: Place  # for error messages
+    place: str  # for error messages
     name: str  # the group's id; trajectories and records with a group_id append their own
     record: Record
 
@@ -91,7 +91,7 @@ class DataFiles:
     The files must stay as they are while this object, or a pickled copy of it, exists.
 
     Attributes:
-        files: the paths that ``config.files`` names, globs expanded.
+        paths: the files that ``config.files`` names, globs expanded.
         weights: how often an epoch contains each group of a file, one number per file.
         skipped: what sessions of coding agents hold beside their messages, counted by kind while ``groups``
             reads them.
@@ -104,10 +104,10 @@ class DataFiles:
         self.config = config
         by_name = [find_files([name]) for name in config.files]
         weights = config.weights or [1.0] * len(by_name)
-        self.files = [file for files in by_name for file in files]
+        self.paths = [file for files in by_name for file in files]
         self.weights = [weight for files, weight in zip(by_name, weights, strict=True) for _ in files]
-        _refuse_repeated(self.files)
-        self._states = {file: _states(file) for file in self.files}
+        _refuse_repeated(self.paths)
+        self._states = {file: _states(file) for file in self.paths}
         # Set here because a thread may read ``checksums`` while another one pickles this object.
         self._checksums: list[list[int]] | None = None
         self.skipped: Counter[str] = Counter()
@@ -123,8 +123,8 @@ class DataFiles:
         Raises:
             UserError: unreadable or malformed files, or a group whose records are not adjacent.
         """
-        first_places: dict[str, Place] = {}
-        for number, file in enumerate(self.files):
+        first_places: dict[str, str] = {}
+        for number, file in enumerate(self.paths):
             records = read_records(file, self.config.format, open_file, self.skipped)
             copies = repeat(1) if epoch is None else self._copies(number, epoch)
             for group, times in zip(group_records(records, first_places), copies):  # noqa: B905  # endless
@@ -145,7 +145,7 @@ class DataFiles:
 
     def check_untouched(self, files: Sequence[str] | None = None) -> None:
         """Raises UserError if one of ``files``, by default of all, is not as it was at the beginning."""
-        for file in self.files if files is None else files:
+        for file in self.paths if files is None else files:
             for path, before in self._states[file].items():
                 if (now := _state(path)) != before:
                     raise UserError(
@@ -155,13 +155,13 @@ class DataFiles:
                     )
 
     def num_bytes(self) -> int:
-        return sum(Path(file).stat().st_size for file in self.files if file != DEMO)
+        return sum(Path(file).stat().st_size for file in self.paths if file != DEMO)
 
     def sizes(self) -> DataSizes:
         """Returns how many groups and samples all files have. Reads them once, without tokenizing."""
-        first_places: dict[str, Place] = {}
+        first_places: dict[str, str] = {}
         file_groups, samples = [], 0
-        for file in self.files:
+        for file in self.paths:
             records = read_records(file, self.config.format)
             group_sizes = list(map(self._num_samples, group_records(records, first_places)))
             file_groups.append(len(group_sizes))
@@ -186,7 +186,7 @@ class DataFiles:
         """[bytes, CRC-32] of each file. The first use reads all files, but of a token store only its end."""
         if self._checksums is None:
             try:
-                self._checksums = [[0, 0] if file == DEMO else _checksum(Path(file)) for file in self.files]
+                self._checksums = [[0, 0] if file == DEMO else _checksum(Path(file)) for file in self.paths]
             except OSError as error:
                 raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
         return self._checksums
@@ -199,7 +199,7 @@ class DataFiles:
             raise UserError(
                 f"data.files: {len(now)} files, but the checkpoint was written with {len(before)}; {advice}"
             )
-        for file, (size, crc), (size_before, crc_before) in zip(self.files, now, before, strict=True):
+        for file, (size, crc), (size_before, crc_before) in zip(self.paths, now, before, strict=True):
             if size != size_before:
                 raise UserError(
                     f"{file}: {size:,} bytes, but {size_before:,} when the checkpoint was written; {advice}"
@@ -269,7 +269,7 @@ def _is_trained(message: object) -> bool:
     return isinstance(message, dict) and message.get("role") == "assistant" and message.get("weight") != 0
 
 
-def group_records(records: Iterable[tuple[Place, Record]], first_places: dict[str, Place]) -> Iterator[Group]:
+def group_records(records: Iterable[tuple[str, Record]], first_places: dict[str, str]) -> Iterator[Group]:
     """Joins adjacent records of a file that have the same group_id.
 
     Args:
@@ -324,20 +324,20 @@ def holds_conversations(group: Group) -> bool:
     return False
 
 
-def _group_key(place: Place, record: Record) -> tuple[bool, str]:
+def _group_key(place: str, record: Record) -> tuple[bool, str]:
     """Returns (whether the record names its group, the name). Without a name, the place is the name."""
     with errors_at(place):
         name = record_name(record, "group_id")
     return (False, place) if name is None else (True, name)
 
 
-def _id(place: Place, record: Record, default: str) -> str:
+def _id(place: str, record: Record, default: str) -> str:
     with errors_at(place):
         name = record_name(record, "id")
     return default if name is None else name
 
 
-def _trajectories(group_id: str, place: Place, record: Record, ignored: Set[str]) -> Iterator[Trajectory]:
+def _trajectories(group_id: str, place: str, record: Record, ignored: Set[str]) -> Iterator[Trajectory]:
     trajectories = record["trajectories"]
     if not isinstance(trajectories, list) or not trajectories:
         raise UserError(f"{place}: trajectories: expected a non-empty list, got {shorten(trajectories)}")
@@ -363,7 +363,7 @@ def _trajectories(group_id: str, place: Place, record: Record, ignored: Set[str]
         yield _trajectory(trajectory_place, name, passed_on | fields)
 
 
-def _trajectory(place: Place, name: str, record: Record) -> Trajectory:
+def _trajectory(place: str, name: str, record: Record) -> Trajectory:
     """Returns a trajectory. Warns once per file of a reward that is no number."""
     reward = record.get("reward")
     if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):

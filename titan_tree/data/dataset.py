@@ -137,7 +137,7 @@ class TreeDataset:
             self.epoch, self.group, _ = batch[-1]
             if step % stride == first:
                 groups = [group for *_, group in batch]
-                self.reader.check_untouched()
+                self.reader.files.check_untouched()
                 if self.is_compared:
                     self.checksum = zlib.crc32(f"{self.epoch}/{self.group}".encode())
                     for group in groups:
@@ -157,7 +157,7 @@ class TreeDataset:
             UserError: the weights leave an epoch without groups.
         """
         assert self.epochs is not None
-        groups = [self.reader.num_groups(epoch, sizes) for epoch in range(self.epochs)]
+        groups = [self.reader.files.num_groups(epoch, sizes) for epoch in range(self.epochs)]
         if 0 in groups:
             raise _empty_epoch(groups.index(0))
         return math.ceil(sum(groups) / self.config.global_batch_groups)
@@ -172,7 +172,9 @@ class TreeDataset:
         It is the same on every rank and valid for any number of ranks.
         """
         order = {name: getattr(self.config, name) for name in ORDER_SETTINGS}
-        return self.position() | order | {"files": self.reader.checksums, "tokenizer": self._fingerprint()}
+        return (
+            self.position() | order | {"files": self.reader.files.checksums, "tokenizer": self._fingerprint()}
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Moves to the position in ``state``. Raises UserError if the data or their order have changed."""
@@ -183,7 +185,7 @@ class TreeDataset:
                     f"which changes the order of the data; set data.{name} = {state.get(name)} to resume"
                 )
         if "files" in state:  # versions before 2026-11-23 did not store it
-            self.reader.check_unchanged(state["files"])
+            self.reader.files.check_unchanged(state["files"])
         if (before := state.get("tokenizer")) and before != self._fingerprint():
             raise UserError(
                 "data.tokenizer: the vocabulary or the chat template has changed since the checkpoint was "
@@ -200,7 +202,7 @@ class TreeDataset:
         while self.epochs is None or epoch < self.epochs:
             position = 0
             order = random.Random(f"{self.config.seed}/{epoch}")
-            groups = shuffled(self.reader.groups(epoch=epoch), self.config.shuffle_buffer, order)
+            groups = shuffled(self.reader.files.groups(epoch=epoch), self.config.shuffle_buffer, order)
             for position, group in enumerate(groups, start=1):
                 if position > skip:
                     yield epoch, position, group
@@ -208,8 +210,8 @@ class TreeDataset:
                 raise _empty_epoch(epoch)
             if position < skip:
                 raise UserError(
-                    f"{', '.join(self.reader.files)}: {position} groups, but the checkpoint was written "
-                    f"after {skip} groups; resume with the data that it was written with"
+                    f"{', '.join(self.reader.files.paths)}: {position} groups, but the checkpoint was "
+                    f"written after {skip} groups; resume with the data that it was written with"
                 )
             epoch, skip = epoch + 1, 0
 

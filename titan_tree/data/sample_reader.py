@@ -52,10 +52,8 @@ MANY_TOKENS = 8  # that a model samples with probability 1 only by accident
 logger = logging.getLogger(__name__)
 
 
-class SampleReader(DataFiles):
-    """Reads the groups of the configured files, and turns a group into training samples.
-
-    A reader is a set of files, because its users need the groups, sizes and checksums as well as the samples.
+class SampleReader:
+    """Turns a group of the configured files into training samples.
 
     Args:
         config: ``files`` and ``format`` choose the records, and ``ignore_fields`` the fields that are not
@@ -65,6 +63,7 @@ class SampleReader(DataFiles):
             recorded experts, they must fit the model's layers and experts.
 
     Attributes:
+        files: the files, which yield the groups.
         endings: how many answers of the trajectories that were read are "cut off", and how many "filtered".
 
     Raises:
@@ -74,7 +73,8 @@ class SampleReader(DataFiles):
     def __init__(
         self, config: DataConfig, tokenizer: TreeTokenizer | None = None, limits: ModelLimits = NO_LIMITS
     ) -> None:
-        super().__init__(config)
+        self.config = config
+        self.files = DataFiles(config)
         self.tokenizer = tokenizer
         self.limits = limits if config.replay != "off" else limits._replace(experts=None)
         self.ignored = frozenset(config.ignore_fields)
@@ -178,7 +178,7 @@ class SampleReader(DataFiles):
         """
         found: list[UserError] = []
         good = 0
-        for file in self.files:
+        for file in self.files.paths:
             if file == DEMO:  # has none
                 continue
             try:
@@ -361,7 +361,7 @@ def _set_preference(paths: Sequence[TokenPath], record: Record, group_id: str) -
 
 
 def _trained_turns(
-    messages: Sequence[Any], paths: Sequence[TokenPath], turns: str
+    messages: Sequence[Record], paths: Sequence[TokenPath], turns: str
 ) -> list[tuple[int, TokenPath]]:
     """Returns the numbered paths of a conversation without those of messages with weight 0."""
     weights = turn_weights(messages)

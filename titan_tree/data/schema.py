@@ -30,8 +30,8 @@ LOGPROB_FIELDS = (*LOGPROBS, *(f"shifted_{name}" for name in LOGPROBS))
 TOKEN_FIELDS = ("loss_mask", *LOGPROB_FIELDS, "routed_experts", "sampling_mask")  # only beside token ids
 PATH_FIELDS = ("weight", "advantage", "temperature", "policy_version")  # of the TokenPaths of any trajectory
 OWN_FIELDS = (  # of trajectories, not of tasks
-    *("id", "group_id", "rollout_id", "reward", "preference", "pair", "finish_reason"),
-)
+    "id", "group_id", "rollout_id", "reward", "preference", "pair", "finish_reason",
+)  # fmt: skip
 CONVERSATION_FIELDS = ("tools", "turns")  # only beside messages
 INHERITED_FIELDS = (*CONVERSATION_FIELDS, *PATH_FIELDS)  # a task passes them on to its trajectories
 

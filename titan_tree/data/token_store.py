@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from titan_tree.config.files import regular
-from titan_tree.data.readers import Place, Reader, Record, Source
+from titan_tree.data.readers import Reader, Record, Source
 from titan_tree.data.tree_bytes import padding, tree_from_bytes, tree_to_bytes
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import TokenPath
@@ -124,7 +124,7 @@ class TokenStoreReader(Reader):
     def recognizes(self, source: Source) -> bool:
         return source.head.startswith(MAGIC)
 
-    def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
+    def records(self, source: Source) -> Iterator[tuple[str, Record]]:
         store = TokenStore(source.path)
         for number, (id, group) in enumerate(zip(store.ids, store, strict=True), start=1):
             yield f"{source.path}: group {number}", {"id": id, STORED: group}

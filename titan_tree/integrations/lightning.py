@@ -139,7 +139,7 @@ class TreeLightningModule(L.LightningModule):
         config = self.config
         assert self.model is not None
         dataset = _data_of(self.trainer).open_dataset()
-        sizes = dataset.reader.sizes() if config.training.epochs is not None else None
+        sizes = dataset.reader.files.sizes() if config.training.epochs is not None else None
         self.num_steps = num_steps(config, dataset, sizes)
         self._optimizer_step = None  # an earlier fit had other optimizers
         optimizers = build_optimizers(config.optimizer, self.model)

@@ -194,8 +194,8 @@ class Trainer:
         self.dataset = build_dataset(reader, config, epochs, self.mesh, is_balanced=is_balanced)
         held_out = build_validation(config, self.tokenizer, self.model, self.mesh)
         self.validation_inputs = list(map(self.tree_step.preparer(), held_out)) if held_out else []
-        is_counted = epochs is not None or reader.num_bytes() < COUNTED_BYTES
-        self.data_sizes = reader.sizes() if is_counted else None
+        is_counted = epochs is not None or reader.files.num_bytes() < COUNTED_BYTES
+        self.data_sizes = reader.files.sizes() if is_counted else None
         return num_steps(config, self.dataset, self.data_sizes)
 
     def resume_data(self) -> None:

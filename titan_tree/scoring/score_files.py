@@ -142,7 +142,7 @@ class _ScoreRun:
     def __call__(self) -> ScoreTotals:
         progress = call_on_rank_0(lambda: self.output.open(self._description()))
         done = ScoreTotals(**progress or {})
-        groups = islice(named_groups(self.reader.groups(self.open_file)), done.groups, None)
+        groups = islice(named_groups(self.reader.files.groups(self.open_file)), done.groups, None)
         slot, slots = rank() // self.sharing, world_size() // self.sharing
         size = self.config.data.global_batch_groups
         while batch := call_on_all_ranks(lambda: list(islice(groups, size))):
@@ -259,7 +259,7 @@ class _ScoreRun:
         return tables | {
             "snapshot": fingerprint(Path(hf_path)) if hf_path else self.config.training.seed,
             "dtype": self.config.training.dtype,
-            "files": self.reader.checksums,
+            "files": self.reader.files.checksums,
             "field": self.field,
             "entropies": self.entropies,
             "experts": self.routed_experts,

@@ -13,15 +13,15 @@ from titan_tree.data.data_files import Group, group_records
 from titan_tree.data.readers import (
     AUTO,
     DEFAULT_FORMAT,
-    READERS,
     OpenFile,
     Source,
     find_files,
     open_binary,
     read_records,
+    recognized_formats,
     row_reader,
 )
-from titan_tree.data.readers.containers import event_files, first_rows
+from titan_tree.data.readers.containers import event_files
 from titan_tree.data.schema import TRAJECTORY_KINDS
 from titan_tree.errors import UserError, printable
 
@@ -124,8 +124,5 @@ def _search(folder: str) -> Iterator[str]:
 def _known_format(file: str) -> str:
     """Returns the name of the reader that recognizes a file; "" if none does."""
     source = Source(file)
-    for name in READERS:
-        if name != DEFAULT_FORMAT and READERS[name]().recognizes(source):
-            return name
-    is_own = any(field in row for row in first_rows(source)[:1] for field in OWN_FIELDS)
-    return DEFAULT_FORMAT if is_own else ""
+    is_own = any(field in row for row in source.first_rows[:1] for field in OWN_FIELDS)
+    return next(recognized_formats(source), DEFAULT_FORMAT if is_own else "")

@@ -134,7 +134,7 @@ def test_an_error_of_a_template_names_the_record(tmp_path: Path) -> None:
     file.write_text(json.dumps({"messages": TRIP}) + "\n")
     reader = SampleReader(DataConfig(files=str(file)), TreeTokenizer.byte_level("{{ 1 / 0 }}"))
     with pytest.raises(UserError, match=r"a\.jsonl:1: chat template \(text\): ZeroDivisionError"):
-        reader.paths(next(reader.groups()))
+        reader.paths(next(reader.files.groups()))
 
 
 def test_a_file_that_is_no_template_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -94,11 +94,13 @@ def _data(config: Config, model: TreeModel, tokenizer: TreeTokenizer | None) -> 
         if not files:  # no validation, or the data come from an environment
             continue
         reader = build.build_reader(replace(config.data, files=files, weights=None), tokenizer, model)
-        problems = list(chain(*(attempt(table, _first_group, reader, file) for file in reader.files)))
+        problems = list(chain(*(attempt(table, _first_group, reader, file) for file in reader.files.paths)))
         yield from problems
-        if readable := len(reader.files) - len(problems):
-            size = size_text(reader.num_bytes())
-            yield Finding(table, f"first group readable in {readable} of {len(reader.files)} files; {size}")
+        if readable := len(reader.files.paths) - len(problems):
+            size = size_text(reader.files.num_bytes())
+            yield Finding(
+                table, f"first group readable in {readable} of {len(reader.files.paths)} files; {size}"
+            )
 
 
 def _first_group(reader: SampleReader, file: str) -> Checked[None]:

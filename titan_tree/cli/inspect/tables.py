@@ -118,8 +118,8 @@ def _show(args: argparse.Namespace, config: DataConfig, costs: ModelCosts | None
         if any(reader.endings[name] for name in UNFINISHED):
             counts = [f"{reader.endings[name]:,} {name} ({done})" for name, done in UNFINISHED.items()]
             console.print(f"answers: {', '.join(counts)}", highlight=False)
-        if reader.skipped:
-            counts = [f"{number:,} x {kind}" for kind, number in reader.skipped.most_common()]
+        if reader.files.skipped:
+            counts = [f"{number:,} x {kind}" for kind, number in reader.files.skipped.most_common()]
             line = f"left out of sessions: {printable(', '.join(counts))}"
             console.print(line, highlight=False, markup=False)
         if (advice := ungrouped.advice()) is not None:
@@ -244,7 +244,7 @@ def _load_tokenizer(args: argparse.Namespace, config: DataConfig) -> TreeTokeniz
     """Returns the requested tokenizer, or the byte tokenizer for conversations, or None for token ids."""
     if args.tokenizer is not None:
         return TreeTokenizer.load(args.tokenizer, args.template)
-    if holds_conversations(next(SampleReader(config).groups())):
+    if holds_conversations(next(SampleReader(config).files.groups())):
         return TreeTokenizer.byte_level(args.template or "chatml")
     return None
 
@@ -254,7 +254,7 @@ def _trees(
 ) -> Iterator[NamedTree]:
     """Yields (name, tree) for each tree, and shows how much of each file has been read."""
     with progress_bar() as open_file:
-        groups = reader.groups(open_file)
+        groups = reader.files.groups(open_file)
         if args.merge == "group":
             for group in groups:
                 tree = reader.tree(group, "first")
@@ -303,7 +303,7 @@ def _print_sample(
     """Prints the samples with the given id, or else the first sample of the tree or trajectory of this id."""
     ids, matches = [], []
     with progress_bar() as open_file:
-        for group in reader.groups(open_file):
+        for group in reader.files.groups(open_file):
             ids.append(group.id)
             if f"{args.show}/".startswith(f"{group.id}/") or group.id.startswith(f"{args.show}/"):
                 paths = reader.paths(group)

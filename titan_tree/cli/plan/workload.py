@@ -103,9 +103,9 @@ def take_sample(reader: SampleReader, number: int) -> int:
     Returns the number of groups: ``number``, or fewer if the data have fewer.
     """
     order = random.Random(f"{reader.config.seed}/0")
-    groups = list(islice(shuffled(reader.groups(epoch=0), reader.config.shuffle_buffer, order), number))
+    groups = list(islice(shuffled(reader.files.groups(epoch=0), reader.config.shuffle_buffer, order), number))
     paths = {id(group): reader.paths(group) for group in groups}
-    reader.groups = lambda *_, **__: iter(groups)  # type: ignore[method-assign]
+    reader.files.groups = lambda *_, **__: iter(groups)  # type: ignore[method-assign]
     reader.paths = lambda group: paths[id(group)]  # type: ignore[method-assign]
     return len(groups)
 

@@ -4,10 +4,10 @@ A template is code from the internet. Jinja's sandbox decides what it may read. 
 the time and the memory of this process, because no check inside the interpreter can: one comparison or one
 regular expression may run for hours, or end the process. ``serve`` explains the requests.
 
-ChatEnvironment is Jinja as Hugging Face configures it for chat templates, but faster. The sandbox checks
-every attribute that the template reads. ChatEnvironment answers without these checks where their outcome is
-known. A template that renders every prefix of a conversation reads the same objects again and again; their
-JSON text is kept.
+ChatEnvironment is Jinja's sandbox as Hugging Face configures it for chat templates. The sandbox checks every
+attribute that the template reads, except for fields of messages and of loops, where the outcome is known. A
+template that renders every prefix of a conversation reads the same objects again and again; their JSON text
+is kept.
 
 To start at once, this file imports only Jinja and Python's library.
 """
@@ -24,14 +24,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from functools import lru_cache
-from types import BuiltinMethodType
 from typing import Any
 
 import jinja2
 import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
-from jinja2.compiler import CodeGenerator, Frame
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment, modifies_known_mutable
@@ -45,31 +43,14 @@ OUT_OF_MEMORY = 3  # exit status
 FILES = 16  # open files; some of Python's modules are imported when a template first needs them
 
 _DICT_ATTRIBUTES = frozenset(dir(dict))
-_STR_METHODS = frozenset(name for name in dir(str) if name[0] != "_") - {"format", "format_map"}
 _PLAIN = frozenset((str, int, bool, float, type(None), dict, list, tuple))
 _MISSING = object()
 _DEFAULTS = False, None, None, False
 _FIELD_FILTERS = ("attr", "groupby", "rejectattr", "selectattr", "sum")  # their first argument is a field
 
 
-class _Code(CodeGenerator):
-    """Reads the fields of messages without a function call."""
-
-    def visit_Getattr(self, node: jinja2.nodes.Getattr, frame: Frame) -> None:  # noqa: N802
-        """Writes ``obj.attr`` as an expression that reads a dict and leaves other objects to the sandbox."""
-        if node.attr in _DICT_ATTRIBUTES:
-            super().visit_Getattr(node, frame)
-            return
-        # An inner expression is done with ``got`` before the outer one assigns it.
-        self.write(f"(got[{node.attr!r}] if type(got := ")
-        self.visit(node.node, frame)
-        self.write(f") is dict and {node.attr!r} in got else environment.getattr(got, {node.attr!r}))")
-
-
 class ChatEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox with the functions and filters of chat templates; templates.py explains ``text``."""
-
-    code_generator_class = _Code
 
     def __init__(self) -> None:
         super().__init__(
@@ -81,23 +62,13 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Returns what the sandbox returns for ``obj.attribute``."""
         kind = type(obj)
-        if kind is dict and attribute not in _DICT_ATTRIBUTES:  # missing, or read by a filter
+        if kind is dict and attribute not in _DICT_ATTRIBUTES:
             return obj.get(attribute) if attribute in obj else self.undefined(obj=obj, name=attribute)
-        if kind is str and attribute in _STR_METHODS:
-            return getattr(obj, attribute)
         if (kind is LoopContext or kind is Namespace) and not attribute.startswith("_"):
             value = getattr(obj, attribute, _MISSING)
             if type(value) in _PLAIN:
                 return value
         return super().getattr(obj, attribute)
-
-    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Returns ``obj(*args, **kwargs)`` if the sandbox allows the call."""
-        if type(obj) is BuiltinMethodType and type(obj.__self__) is str:
-            kwargs.pop("_loop_vars", None)  # Jinja adds these two for functions that read the context
-            kwargs.pop("_block_vars", None)
-            return obj(*args, **kwargs)
-        return super().call(context, obj, *args, **kwargs)
 
     def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
         """Also refuses ``dict.update`` and its like, with which a template could change a message."""

@@ -7,14 +7,12 @@ token ids. To support another format, write a subclass of ``RowReader`` in a new
 containers   a file -> rows: containers.py (JSON Lines, JSON documents, Parquet, Arrow)
              decompress.py reads gzip and Zstandard; strict_json.py refuses what JSON parsers would change
 formats      a row -> a record: openai_chat.py, anthropic.py, token_rows.py, ...
-             row_reader.py has their base class, trace_reader.py that of rollouts with token ids, chat.py
-             shared parts; own_schema.py passes our own records on
-sessions     the events of a coding agent -> a record: sessions.py, claude_code.py, codex.py, pi.py, ...
+             row_reader.py has their base class, chat.py shared parts; own_schema.py passes our own records on
+harnesses    sessions of coding agents, and files of benchmarks and of frameworks of reinforcement learning
 """
 
 from __future__ import annotations
 
-import codecs
 import difflib
 import glob
 import os
@@ -23,108 +21,59 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property
-from io import BufferedIOBase
-from pathlib import Path
-from typing import Any, BinaryIO, cast
 
-from titan_tree.config.files import regular
 from titan_tree.config.registry import Registry
 from titan_tree.data import demo
-from titan_tree.data.readers.decompress import DAMAGE, compression, decompressed
+from titan_tree.data.readers.containers import OpenFile, Record, Source, open_binary
+from titan_tree.data.readers.decompress import DAMAGE
 from titan_tree.errors import UserError
-
-Record = dict[str, Any]
-Place = str  # where a record comes from, for error messages: "file:line", "file:[3]" or "file:row 3"
-OpenFile = Callable[[str], BinaryIO]
 
 AUTO = "auto"  # data.format that recognizes each file by its content
 DEFAULT_FORMAT = "jsonl"  # the format of a file that no other reader recognizes
 DEMO = "demo"  # the name of the bundled sample, accepted in place of a file
-HEAD_BYTES = 256 * 1024  # what readers see of a file when they recognize it
 
-
-def open_binary(file: str) -> BinaryIO:
-    """Opens a regular file for reading. This is the default of every ``open_file`` argument."""
-    return open(file, "rb", opener=regular)
-
-
-@dataclass(eq=False)
-class Source:
-    """A data file, or a folder that holds a data set.
-
-    Args:
-        path: the file or folder. The places of records begin with it.
-        open_file: opens a file for reading; a progress bar wraps files here.
-        skipped: counts what readers of sessions leave out, such as events without a message, by its kind.
-        refuse: gets the error of each broken row. By default, the first one is raised.
-        skips_broken: whether broken events of sessions are counted in ``skipped``. By default, they raise.
-    """
-
-    path: str
-    open_file: OpenFile = open_binary
-    skipped: Counter[str] = field(default_factory=Counter)
-    skips_broken: bool = False
-    refuse: Callable[[UserError], None] | None = None
-    has_refused: bool = field(default=False, init=False)  # whether a row was broken
-
-    @property
-    def is_folder(self) -> bool:
-        return Path(self.path).is_dir()
-
-    @cached_property
-    def compression(self) -> str | None:
-        """How the file is compressed: "gzip", "zstd", or None."""
-        if self.is_folder:
-            return None
-        with open_binary(self.path) as raw:
-            return compression(raw.read(4))
-
-    @cached_property
-    def head(self) -> bytes:
-        """The first ``HEAD_BYTES`` of the decompressed content, without a byte-order mark.
-
-        They are fewer if the file is damaged, and none of a folder.
-        """
-        head = b""
-        if self.is_folder:
-            return head
-        with decompressed(open_binary(self.path), self.compression) as stream, suppress(*DAMAGE):
-            while len(head) < HEAD_BYTES and (chunk := cast(BufferedIOBase, stream).read1(HEAD_BYTES)):
-                head += chunk
-        return head.removeprefix(codecs.BOM_UTF8)
-
-    def open(self) -> BinaryIO:
-        """Opens the decompressed content. Only the stream of an uncompressed file can seek."""
-        return decompressed(self.open_file(self.path), self.compression)
-
-    def refuse_row(self, error: UserError) -> None:
-        """Passes the error of a broken row to ``refuse``, or else raises it."""
-        if self.refuse is None:
-            raise error
-        self.has_refused = True
-        self.refuse(error)
-
-    def skip_broken(self, error: UserError) -> None:
-        """Counts a broken event if ``skips_broken``, and else raises the error."""
-        if not self.skips_broken:
-            raise error
-        self.skipped["broken line"] += 1
+# A reader is imported, and asked whether it recognizes a file, only if one of the first rows has one of these
+# keys. Readers without an entry are asked about every file.
+SIGNATURES: dict[str, tuple[str, ...]] = {
+    "openai_chat": ("messages", "request", "chosen", "completion"),
+    "openai_responses": ("input", "request"),
+    "anthropic": ("messages", "request"),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction",),
+    "text_rows": ("completion", "output"),
+    "token_rows": (
+        "tokens", "token_ids", "input_ids", "prompts", "prompt_ids", "prompt_token_ids", "input_tokens",
+    ),
+    "tree": ("nodes",),
+    "verifiers": ("nodes", "traces"),
+    "nemo_gym": ("responses_create_params",),
+    "agent_lightning": ("triplets",),
+    "tau_bench": ("task_id",),
+    "tau2_bench": ("info",),
+    "swe_agent": ("trajectory",),
+    "claude_code": ("parentUuid", "leafUuid"),
+    "codex": ("payload",),
+    "pi": ("parentId",),
+    "openhands": ("history",),
+}  # fmt: skip
 
 
 class Reader(ABC):
     """Reads one data format. Entries of the registry ``READERS`` are subclasses of this class."""
 
-    @abstractmethod
     def recognizes(self, source: Source) -> bool:
         """Returns whether the content is of this format. It is used with ``data.format = "auto"``.
 
-        It must be cheap: look at ``source.head``, or at ``containers.first_rows(source)``.
+        It must be cheap: look at ``source.head`` or ``source.first_rows``. By default, one row suffices.
         """
+        return any(map(self.recognizes_row, source.first_rows))
+
+    def recognizes_row(self, row: Record) -> bool:
+        """Returns whether a row is of this format. Long rows may lack their last members."""
+        return False
 
     @abstractmethod
-    def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
+    def records(self, source: Source) -> Iterator[tuple[str, Record]]:
         """Yields the records in titan_tree's schema, each with its place.
 
         Raises:
@@ -199,7 +148,7 @@ def read_records(
     skipped: Counter[str] | None = None,
     skips_broken: bool = False,
     refuse: Callable[[UserError], None] | None = None,
-) -> Iterator[tuple[Place, Record]]:
+) -> Iterator[tuple[str, Record]]:
     """Yields the records of a data file, each with its place. The file may be compressed.
 
     Args:
@@ -238,12 +187,21 @@ def read_records(
         raise UserError(f"{file}: expected at least one record in the format {name}, got none")
 
 
+def recognized_formats(source: Source) -> Iterator[str]:
+    """Yields the names of the readers that recognize the content, without the default format."""
+    keys = {key for row in source.first_rows for key in row}
+    for name in READERS:
+        is_asked = name not in SIGNATURES or not keys.isdisjoint(SIGNATURES[name])
+        if is_asked and name != DEFAULT_FORMAT and READERS[name]().recognizes(source):
+            yield name
+
+
 def _recognized_format(source: Source) -> str:
     """Returns the name of the reader that recognizes the content.
 
     If no reader does, it is the default format, whose error messages say what is wrong with a file.
     """
-    names = [name for name in READERS if name != DEFAULT_FORMAT and READERS[name]().recognizes(source)]
+    names = list(recognized_formats(source))
     if len(names) > 1:
         raise UserError(
             f"{source.path}: several readers recognize this file: {', '.join(names)}; "
@@ -264,16 +222,16 @@ READERS: Registry[type[Reader]] = Registry(
         "text_rows": "titan_tree.data.readers.text_rows:TextRowReader",
         "token_rows": "titan_tree.data.readers.token_rows:TokenRowReader",
         "tree": "titan_tree.data.readers.explicit_trees:ExplicitTreeReader",
-        "verifiers": "titan_tree.data.readers.verifiers:VerifiersReader",
-        "nemo_gym": "titan_tree.data.readers.nemo_gym:NemoGymReader",
-        "agent_lightning": "titan_tree.data.readers.agent_lightning:AgentLightningReader",
-        "tau_bench": "titan_tree.data.readers.benchmarks:TauBenchReader",
-        "tau2_bench": "titan_tree.data.readers.benchmarks:Tau2BenchReader",
-        "swe_agent": "titan_tree.data.readers.benchmarks:SweAgentReader",
-        "claude_code": "titan_tree.data.readers.claude_code:ClaudeCodeReader",
-        "codex": "titan_tree.data.readers.codex:CodexReader",
-        "pi": "titan_tree.data.readers.pi:PiReader",
-        "openhands": "titan_tree.data.readers.openhands:OpenHandsReader",
+        "verifiers": "titan_tree.data.readers.harnesses.verifiers:VerifiersReader",
+        "nemo_gym": "titan_tree.data.readers.harnesses.rollouts:NemoGymReader",
+        "agent_lightning": "titan_tree.data.readers.harnesses.rollouts:AgentLightningReader",
+        "tau_bench": "titan_tree.data.readers.harnesses.benchmarks:TauBenchReader",
+        "tau2_bench": "titan_tree.data.readers.harnesses.benchmarks:Tau2BenchReader",
+        "swe_agent": "titan_tree.data.readers.harnesses.benchmarks:SweAgentReader",
+        "claude_code": "titan_tree.data.readers.harnesses.claude_code:ClaudeCodeReader",
+        "codex": "titan_tree.data.readers.harnesses.codex:CodexReader",
+        "pi": "titan_tree.data.readers.harnesses.pi:PiReader",
+        "openhands": "titan_tree.data.readers.harnesses.openhands:OpenHandsReader",
         "token_store": "titan_tree.data.token_store:TokenStoreReader",
     },
     interface=("recognizes", "records"),

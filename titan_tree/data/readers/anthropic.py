@@ -19,15 +19,14 @@ from titan_tree.data.readers.chat import (
     without,
     without_temperature_0,
 )
-from titan_tree.data.readers.containers import first_rows
 from titan_tree.data.readers.row_reader import RowReader, expect
 from titan_tree.errors import UserError, shorten
 
 BLOCKS = ("thinking", "redacted_thinking", "tool_use", "tool_result")  # only Anthropic has these
 ENCRYPTED = "some thoughts are encrypted and have no text; their turns are trained without them"
 RESPONSE_FIELDS = (  # more bookkeeping
-    *("thinking", "context_management", "container", "mcp_servers", "output_config", "output_format"),
-)
+    "thinking", "context_management", "container", "mcp_servers", "output_config", "output_format",
+)  # fmt: skip
 MESSAGE_FIELDS = ("id", "type", "model", "usage", "stop_sequence", "container", "context_management")
 
 
@@ -63,7 +62,7 @@ class AnthropicReader(RowReader):
 
     def recognizes(self, source: Source) -> bool:
         """Returns whether some of the first rows are Anthropic's. Others may look like OpenAI's."""
-        return any(map(is_anthropic_row, first_rows(source)))
+        return any(map(is_anthropic_row, source.first_rows))
 
     def recognizes_row(self, row: Record) -> bool:
         return is_anthropic_row(row)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from titan_tree.components.tree_tokenizer.endings import ending
+from titan_tree.data.readers import Record
 from titan_tree.data.readers.row_reader import expect
 from titan_tree.errors import UserError, shorten
 
-Message = dict[str, Any]
+Message = Record
 
 # Members of an API's requests and responses that neither change what the model read nor how it is trained.
 REQUEST_FIELDS = (
-    *("model", "max_tokens", "max_completion_tokens", "max_output_tokens", "max_tool_calls", "n", "seed"),
-    *("stop", "stop_sequences", "stream", "stream_options", "top_p", "top_k", "frequency_penalty"),
-    *("presence_penalty", "top_logprobs", "tool_choice", "parallel_tool_calls"),
-    *("response_format", "user", "metadata", "store", "service_tier", "include", "truncation", "background"),
-    *("prompt_cache_key", "safety_identifier", "anthropic_version", "betas"),
-)
+    "model", "max_tokens", "max_completion_tokens", "max_output_tokens", "max_tool_calls", "n", "seed",
+    "stop", "stop_sequences", "stream", "stream_options", "top_p", "top_k", "frequency_penalty",
+    "presence_penalty", "top_logprobs", "tool_choice", "parallel_tool_calls", "response_format", "user",
+    "metadata", "store", "service_tier", "include", "truncation", "background", "prompt_cache_key",
+    "safety_identifier", "anthropic_version", "betas",
+)  # fmt: skip
 EARLIER_TURNS = (
     "the assistant turns in prompts are context, and only the answers are trained; to train turns whose own "
     "calls are not in the file, give conversations with messages"

@@ -1,4 +1,4 @@
-"""Containers of rows, recognized by a file's content.
+"""Source: a data file and its rows, whatever their container, which the content shows.
 
 A container is JSON Lines, a JSON array of objects, one JSON object over several lines, a Parquet file, a
 folder of Arrow files that ``datasets.Dataset.save_to_disk`` wrote, or a folder of numbered events.
@@ -6,22 +6,32 @@ folder of Arrow files that ``datasets.Dataset.save_to_disk`` wrote, or a folder 
 
 from __future__ import annotations
 
-import functools
+import codecs
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from io import BufferedIOBase
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from titan_tree.data.readers import Place, Record, Source, open_binary
+from titan_tree.config.files import regular
+from titan_tree.data.readers.decompress import DAMAGE, compression, decompressed
 from titan_tree.data.readers.strict_json import parse_json
 from titan_tree.errors import UserError, shorten
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
 
+Record = dict[str, Any]
+OpenFile = Callable[[str], BinaryIO]
+
+HEAD_BYTES = 256 * 1024  # what readers see of a file when they recognize it
 FIRST_ROWS = 8  # rows that a reader sees when it recognizes a file
 BATCH_ROWS = 64  # rows of Parquet and Arrow files that are converted to Python objects at once
 MAX_LINE_BYTES = 1 << 28  # a longer line would be a damaged file, or one that is meant to fill the memory
@@ -31,52 +41,135 @@ MAX_DEPTH = 200  # brackets that may be open where the beginning of a document e
 STRINGS_AND_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{},]', re.DOTALL)
 
 
-def rows(source: Source) -> Iterator[tuple[Place, Record]]:
-    """Yields the rows of a file, each with its place.
+def open_binary(file: str) -> BinaryIO:
+    """Opens a regular file for reading. This is the default of every ``open_file`` argument."""
+    return open(file, "rb", opener=regular)
 
-    Raises:
-        UserError: a malformed file, or a row that is not an object.
+
+@dataclass(eq=False)
+class Source:
+    """A data file, or a folder that holds a data set.
+
+    Args:
+        path: the file or folder. The places of records begin with it.
+        open_file: opens a file for reading; a progress bar wraps files here.
+        skipped: counts what readers of sessions leave out, such as events without a message, by its kind.
+        refuse: gets the error of each broken row. By default, the first one is raised.
+        skips_broken: whether broken events of sessions are counted in ``skipped``. By default, they raise.
     """
-    if source.is_folder and (files := event_files(source.path)):
-        yield source.path, {"history": [_load(source, file) for file in files]}
-    elif _is_arrow(source):
-        yield from arrow_rows(source)
-    elif not _is_document(source.head):
-        with source.open() as file:
-            yield from json_objects(file, source.path, source.refuse_row)
-    elif isinstance(document := load_document(source), dict):
-        yield source.path, document
-    else:
-        assert isinstance(document, list)  # the head begins with "[" or "{"
-        for index, row in enumerate(document):
-            place = f"{source.path}:[{index}]"
-            if not isinstance(row, dict):
-                raise UserError(f"{place}: expected a JSON object, got {type(row).__name__}")
-            yield place, row
 
+    path: str
+    open_file: OpenFile = open_binary
+    skipped: Counter[str] = field(default_factory=Counter)
+    skips_broken: bool = False
+    refuse: Callable[[UserError], None] | None = None
+    has_refused: bool = field(default=False, init=False)  # whether a row was broken
 
-@functools.lru_cache(maxsize=1)
-def first_rows(source: Source) -> list[Record]:
-    """Returns the first rows for recognition. A row that is longer than ``source.head`` lacks members.
+    def rows(self) -> Iterator[tuple[str, Record]]:
+        """Yields the rows, each with its place: "path:line", "path:[3]" or "path:row 3".
 
-    Content that is not JSON has no rows.
-    """
-    if source.is_folder and (files := event_files(source.path)):
-        return [{"history": [_load(source, file) for file in files[:FIRST_ROWS]]}]
-    if _is_arrow(source):
-        return [row for _, row in islice(arrow_rows(source, batch_rows=FIRST_ROWS), FIRST_ROWS)]
-    text = source.head.decode(errors="replace").lstrip()
-    if _is_document(source.head):
-        document = parse_beginning(text)
-        values = document if isinstance(document, list) else [document]
-    else:
-        values = [parse_beginning(line) for line in text.split("\n")[:FIRST_ROWS] if line.strip()]
-    return [row for row in values[:FIRST_ROWS] if isinstance(row, dict)]
+        Raises:
+            UserError: a malformed file, or a row that is not an object.
+        """
+        if self.is_folder and (files := event_files(self.path)):
+            yield self.path, {"history": list(map(self._event, files))}
+        elif self._is_arrow:
+            yield from arrow_rows(self)
+        elif not _is_document(self.head):
+            with self.open() as file:
+                yield from json_objects(file, self.path, self.refuse_row)
+        elif isinstance(document := self.document(), dict):
+            yield self.path, document
+        else:
+            assert isinstance(document, list)  # the head begins with "[" or "{"
+            for index, row in enumerate(document):
+                place = f"{self.path}:[{index}]"
+                if not isinstance(row, dict):
+                    raise UserError(f"{place}: expected a JSON object, got {type(row).__name__}")
+                yield place, row
+
+    @cached_property
+    def first_rows(self) -> list[Record]:
+        """The first rows, for recognition. A row that is longer than ``head`` lacks members.
+
+        Content that is not JSON has no rows.
+        """
+        if self.is_folder and (files := event_files(self.path)):
+            return [{"history": list(map(self._event, files[:FIRST_ROWS]))}]
+        if self._is_arrow:
+            return [row for _, row in islice(arrow_rows(self, batch_rows=FIRST_ROWS), FIRST_ROWS)]
+        text = self.head.decode(errors="replace").lstrip()
+        if _is_document(self.head):
+            document = parse_beginning(text)
+            values = document if isinstance(document, list) else [document]
+        else:
+            values = [parse_beginning(line) for line in text.split("\n")[:FIRST_ROWS] if line.strip()]
+        return [row for row in values[:FIRST_ROWS] if isinstance(row, dict)]
+
+    def document(self) -> object:
+        """Returns the JSON value that the file holds. The file is read as a whole.
+
+        Raises:
+            UserError: the file is not one JSON value, see ``parse_json``.
+        """
+        with self.open() as file:
+            return parse_json(file.read(), self.path)
+
+    @property
+    def is_folder(self) -> bool:
+        return Path(self.path).is_dir()
+
+    @property
+    def _is_arrow(self) -> bool:
+        return self.is_folder or self.head.startswith(b"PAR1")
+
+    def _event(self, file: str) -> object:
+        with self.open_file(file) as opened:
+            return parse_json(opened.read(), file)
+
+    @cached_property
+    def compression(self) -> str | None:
+        """How the file is compressed: "gzip", "zstd", or None."""
+        if self.is_folder:
+            return None
+        with open_binary(self.path) as raw:
+            return compression(raw.read(4))
+
+    @cached_property
+    def head(self) -> bytes:
+        """The first ``HEAD_BYTES`` of the decompressed content, without a byte-order mark.
+
+        They are fewer if the file is damaged, and none of a folder.
+        """
+        head = b""
+        if self.is_folder:
+            return head
+        with decompressed(open_binary(self.path), self.compression) as stream, suppress(*DAMAGE):
+            while len(head) < HEAD_BYTES and (chunk := cast(BufferedIOBase, stream).read1(HEAD_BYTES)):
+                head += chunk
+        return head.removeprefix(codecs.BOM_UTF8)
+
+    def open(self) -> BinaryIO:
+        """Opens the decompressed content. Only the stream of an uncompressed file can seek."""
+        return decompressed(self.open_file(self.path), self.compression)
+
+    def refuse_row(self, error: UserError) -> None:
+        """Passes the error of a broken row to ``refuse``, or else raises it."""
+        if self.refuse is None:
+            raise error
+        self.has_refused = True
+        self.refuse(error)
+
+    def skip_broken(self, error: UserError) -> None:
+        """Counts a broken event if ``skips_broken``, and else raises the error."""
+        if not self.skips_broken:
+            raise error
+        self.skipped["broken line"] += 1
 
 
 def json_objects(
     file: BinaryIO, name: str, refuse: Callable[[UserError], None]
-) -> Iterator[tuple[Place, Record]]:
+) -> Iterator[tuple[str, Record]]:
     """Yields the JSON object on each line that is not blank, with "name:line".
 
     Args:
@@ -106,16 +199,6 @@ def json_objects(
         yield place, record
 
 
-def load_document(source: Source) -> object:
-    """Returns the JSON value that a file holds. The file is read as a whole.
-
-    Raises:
-        UserError: the file is not one JSON value, see ``parse_json``.
-    """
-    with source.open() as file:
-        return parse_json(file.read(), source.path)
-
-
 def parse_beginning(text: str) -> object:
     """Returns the value of which ``text`` is the beginning, without the members that are cut off.
 
@@ -142,7 +225,7 @@ def parse_beginning(text: str) -> object:
         return None
 
 
-def arrow_rows(source: Source, batch_rows: int = BATCH_ROWS) -> Iterator[tuple[Place, Record]]:
+def arrow_rows(source: Source, batch_rows: int = BATCH_ROWS) -> Iterator[tuple[str, Record]]:
     """Yields the rows of a Parquet file or an Arrow folder, each with its place, "path:row 0" and so on.
 
     Arrow stores the union of the fields of all rows, and fills those that a row lacks with null. Nulls inside
@@ -189,15 +272,6 @@ def event_files(folder: str) -> list[str]:
         if files := {int(match[1]): file for match, file in found if match}:
             return [files[number] for number in sorted(files)]
     return []
-
-
-def _load(source: Source, file: str) -> object:
-    with source.open_file(file) as opened:
-        return parse_json(opened.read(), file)
-
-
-def _is_arrow(source: Source) -> bool:
-    return source.is_folder or source.head.startswith(b"PAR1")
 
 
 def _is_document(head: bytes) -> bool:

@@ -5,21 +5,17 @@ These are input data. titan_tree's own trees are made later, from the paths (tre
 
 from __future__ import annotations
 
-from typing import Any
-
 from titan_tree.data.readers import Record
 from titan_tree.data.readers.chat import Message, without
 from titan_tree.data.readers.openai_chat import converted_messages
 from titan_tree.data.readers.row_reader import RowReader, expect
 from titan_tree.errors import UserError, shorten
 
-Node = dict[str, Any]
-
 KINDS = ("messages", "text", "tokens")  # a node has exactly one of these
 PER_TOKEN = (
-    *("loss_mask", "old_logprobs", "rollout_logprobs", "ref_logprobs", "sampling_mask", "policy_version"),
+    "loss_mask", "old_logprobs", "rollout_logprobs", "ref_logprobs", "sampling_mask", "policy_version",
     "advantage",
-)
+)  # fmt: skip
 # Of the node at which a sample ends:
 OF_SAMPLE = ("reward", "weight", "temperature", "rollout_id", "finish_reason")
 ALLOWED = {
@@ -89,7 +85,7 @@ def _check_node(node: object, index: int) -> None:
             raise UserError(f"nodes[{index}].{name}: unknown field; expected one of {expected}")
 
 
-def _parents(nodes: list[Node]) -> list[int]:
+def _parents(nodes: list[Record]) -> list[int]:
     """Returns the index of each node's parent, -1 for roots. Raises UserError if the nodes form no forest."""
     if not nodes:
         raise UserError("nodes: expected a non-empty list, got []")
@@ -128,7 +124,7 @@ def _check_acyclic(parents: list[int]) -> None:
             rooted[node] = True
 
 
-def _sample_ends(nodes: list[Node], parents: list[int]) -> list[int]:
+def _sample_ends(nodes: list[Record], parents: list[int]) -> list[int]:
     """Returns the nodes at which samples end, in the order of the file."""
     inner = set(parents)
     marks = [node.get("sample") for node in nodes]
@@ -146,7 +142,7 @@ def _sample_ends(nodes: list[Node], parents: list[int]) -> list[int]:
 
 
 def _sample(
-    nodes: list[Node], parents: list[int], end: int, shared: list[Message], per_token: list[str]
+    nodes: list[Record], parents: list[int], end: int, shared: list[Message], per_token: list[str]
 ) -> Record:
     """Returns the sample that ends at a node, in titan_tree's schema.
 
@@ -173,7 +169,7 @@ def _sample(
     return record | {"messages": shared + _joined_messages(nodes, path)}
 
 
-def _joined_messages(nodes: list[Node], path: list[int]) -> list[Message]:
+def _joined_messages(nodes: list[Record], path: list[int]) -> list[Message]:
     messages: list[Message] = []
     is_text = False  # the last message consists of texts
     for index in path:
@@ -189,7 +185,7 @@ def _joined_messages(nodes: list[Node], path: list[int]) -> list[Message]:
     return messages
 
 
-def _joined_tokens(nodes: list[Node], path: list[int], per_token: list[str]) -> Record:
+def _joined_tokens(nodes: list[Record], path: list[int], per_token: list[str]) -> Record:
     """Returns the tokens of the path and their values.
 
     Where a node has no value, the loss mask is 1, the advantage 0, and another field null.
@@ -204,7 +200,7 @@ def _joined_tokens(nodes: list[Node], path: list[int], per_token: list[str]) -> 
     return record
 
 
-def _node_values(node: Node, name: str, default: object, index: int) -> list[object]:
+def _node_values(node: Record, name: str, default: object, index: int) -> list[object]:
     value, count = node.get(name), len(node["tokens"])
     if not isinstance(value, list):
         return [default if value is None else value] * count

@@ -20,7 +20,6 @@ from titan_tree.data.readers.chat import (
     without,
     without_temperature_0,
 )
-from titan_tree.data.readers.containers import first_rows
 from titan_tree.data.readers.row_reader import PAIR_COLUMNS, RowReader, expect
 from titan_tree.data.readers.text_rows import is_trl_log, log_fields
 from titan_tree.errors import UserError, shorten
@@ -52,7 +51,7 @@ class OpenAIChatReader(RowReader):
 
     def recognizes(self, source: Source) -> bool:
         """Returns whether some of the first rows are conversations, and none is Anthropic's."""
-        first = first_rows(source)
+        first = source.first_rows
         return any(map(self.recognizes_row, first)) and not any(map(is_anthropic_row, first))
 
     def recognizes_row(self, row: Record) -> bool:

@@ -24,9 +24,9 @@ ENCRYPTED = (
     "some reasoning items have no text (encrypted, or without summary); their turns are trained without them"
 )
 RESPONSE_FIELDS = (
-    *("object", "created_at", "completed_at", "status", "error", "incomplete_details", "usage", "billing"),
-    *("reasoning", "text", "moderation"),
-)
+    "object", "created_at", "completed_at", "status", "error", "incomplete_details", "usage", "billing",
+    "reasoning", "text", "moderation",
+)  # fmt: skip
 ENDED = ("output", "status", "incomplete_details", "error", "previous_response_id", "conversation")
 OUTPUTS = ("function_call_output", "custom_tool_call_output")
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from titan_tree.data.readers import Place, Reader, Record, Source
-from titan_tree.data.readers.containers import rows
+from titan_tree.data.readers import Reader, Record, Source
 
 
 class OwnSchemaReader(Reader):
@@ -19,5 +18,5 @@ class OwnSchemaReader(Reader):
         """Returns True: this is the default format, and the errors of its records say what is wrong."""
         return True
 
-    def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
-        yield from rows(source)
+    def records(self, source: Source) -> Iterator[tuple[str, Record]]:
+        yield from source.rows()

@@ -8,8 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from titan_tree.data.readers import Place, Reader, Record, Source
-from titan_tree.data.readers.containers import first_rows, rows
+from titan_tree.data.readers import Reader, Record, Source
 from titan_tree.data.readers.strict_json import parse_text
 from titan_tree.errors import UserError, count, errors_at, printable, shorten
 
@@ -44,10 +43,6 @@ class RowReader(Reader):
     reads_calls = False  # whether rows whose answer ``convert`` takes from ANSWER_COLUMNS are calls of an API
 
     @abstractmethod
-    def recognizes_row(self, row: Record) -> bool:
-        """Returns whether a row is of this format. Long rows may lack their last members."""
-
-    @abstractmethod
     def convert(self, row: Record) -> Record:
         """Returns the row in titan_tree's schema. Unknown members are kept: nothing is dropped silently.
 
@@ -56,11 +51,11 @@ class RowReader(Reader):
         """
 
     def recognizes(self, source: Source) -> bool:
-        return any(self.recognizes_row(row) for row in first_rows(source)[:1])
+        return any(self.recognizes_row(row) for row in source.first_rows[:1])
 
-    def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
+    def records(self, source: Source) -> Iterator[tuple[str, Record]]:
         self.path = source.path
-        calls: dict[str, list[tuple[Place, Record]]] = {}  # without a group_id, by how they begin
+        calls: dict[str, list[tuple[str, Record]]] = {}  # without a group_id, by how they begin
         for place, row in self.rows(source):
             try:
                 with errors_at(place):
@@ -94,9 +89,9 @@ class RowReader(Reader):
             raise UserError(f"{name}.convert: expected a dict, got {type(record).__name__}; return a record")
         return record
 
-    def rows(self, source: Source) -> Iterator[tuple[Place, Record]]:
+    def rows(self, source: Source) -> Iterator[tuple[str, Record]]:
         """Yields the rows of a file, each with its place."""
-        return rows(source)
+        return source.rows()
 
     def warn(self, message: str) -> None:
         """Logs a warning about the file once."""
@@ -127,7 +122,7 @@ def warn_once(path: str, message: str, place: str = "") -> None:
         logger.warning("%s: %s", printable(place or path), message, extra={"warning": (path, message)})
 
 
-def file_of(place: Place) -> str:
+def file_of(place: str) -> str:
     """Returns the file of a place in one of its lines."""
     return place.partition(": ")[0].rpartition(":")[0]
 

@@ -16,19 +16,18 @@ WHOLE = ("tokens", "input_ids", "token_ids")
 
 # Columns by the field of titan_tree's schema that they become. The product of all masks is the loss mask.
 MASKS = (
-    "loss_mask",
-    "loss_masks",
-    "mask",
-    "response_mask",
-    "completion_mask",
-    "tool_mask",
-    "assistant_masks",
-)
+    "loss_mask", "loss_masks", "mask", "response_mask", "completion_mask", "tool_mask", "assistant_masks",
+)  # fmt: skip
 PER_TOKEN = {
     "old_logprobs": ("old_logprobs", "old_log_probs", "old_per_token_logps", "prox_logp"),
     "rollout_logprobs": (
-        *("rollout_logprobs", "rollout_log_probs", "sampling_per_token_logps", "logprobs"),
-        *("response_logprobs", "completion_logprobs", "output_logprobs"),
+        "rollout_logprobs",
+        "rollout_log_probs",
+        "sampling_per_token_logps",
+        "logprobs",
+        "response_logprobs",
+        "completion_logprobs",
+        "output_logprobs",
     ),
     "ref_logprobs": ("ref_logprobs", "ref_log_prob", "ref_per_token_logps"),
     "sampling_mask": ("sampling_mask",),
@@ -47,15 +46,18 @@ FLAGS = ("truncated", "is_truncated")  # true: cut off
 TEMPERATURES = ("temperature", "temperatures", "completion_temperatures")
 # These columns describe the response and never the prompt, whatever their length.
 OF_RESPONSE = (
-    *("response_mask", "tool_mask", "old_log_probs", "rollout_log_probs", "ref_log_prob"),
-    *("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "response_logprobs"),
-    *("completion_logprobs", "output_logprobs", "output_versions", "completion_temperatures"),
-)
+    "response_mask", "tool_mask", "old_log_probs", "rollout_log_probs", "ref_log_prob",
+    "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "response_logprobs",
+    "completion_logprobs", "output_logprobs", "output_versions", "completion_temperatures",
+)  # fmt: skip
 # Text that the tokens already hold, values for a critic, and positions that follow from the tokens.
 BOOKKEEPING = (
-    *("prompt", "response", "completion", "text", "position_ids", "response_length", "returns", "values"),
-    *("token_level_rewards", "token_level_scores"),
-)
+    "prompt", "response", "completion", "text", "position_ids", "response_length", "returns", "values",
+    "token_level_rewards", "token_level_scores",
+)  # fmt: skip
+
+# Names that titan_tree's own schema has, too.
+OWN_SCHEMA = {"tokens", "input_ids", "loss_mask", "finish_reason", "temperature", *PER_TOKEN, *PER_ROW}
 
 
 class TokenRowReader(RowReader):
@@ -277,31 +279,11 @@ def _are_ids(value: object) -> bool:
 
 def _foreign(row: Record) -> set[str]:
     """Returns the columns that titan_tree's own schema does not have."""
-    own_schema = {
-        "loss_mask",
-        "old_logprobs",
-        "ref_logprobs",
-        "rollout_logprobs",
-        "policy_version",
-        "advantage",
-    }
-    own_schema |= {
-        "finish_reason",
-        "reward",
-        "group_id",
-        "rollout_id",
-        "id",
-        "routed_experts",
-        "sampling_mask",
-        "temperature",
-        "tokens",
-        "input_ids",
-    }
-    return (KNOWN - own_schema - set(BOOKKEEPING)) & row.keys() | ({"response_length", "labels"} & row.keys())
+    return (KNOWN - OWN_SCHEMA - set(BOOKKEEPING)) & row.keys() | ({"response_length", "labels"} & row.keys())
 
 
 KNOWN = {
-    *(*PROMPTS, *RESPONSES, *WHOLE, *MASKS, *TEMPERATURES, *BOOKKEEPING),
-    *("labels", "attention_mask", "prompt_mask", "index", *MARKS, *FLAGS),
+    *PROMPTS, *RESPONSES, *WHOLE, *MASKS, *TEMPERATURES, *BOOKKEEPING, *MARKS, *FLAGS,
+    "labels", "attention_mask", "prompt_mask", "index",
     *(name for names in (*PER_TOKEN.values(), *PER_ROW.values()) for name in names),
-}
+}  # fmt: skip

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-from titan_tree.data.readers import Place, Reader, Record, Source
+from titan_tree.data.readers import Reader, Record, Source
 from titan_tree.data.readers.chat import Message, call, joined, mark_of, marked, not_text, text_of, without
-from titan_tree.data.readers.containers import first_rows, load_document
 from titan_tree.data.readers.openai_chat import converted_messages
 from titan_tree.data.readers.row_reader import expect, warn_once
 from titan_tree.data.schema import KNOWN, MESSAGE_FIELDS, TOKEN_FIELDS, present_fields
@@ -23,33 +23,31 @@ class TauBenchReader(Reader):
     ``info`` describes the task and its score, and is left out. The tools' schemas are not in the file.
     """
 
-    def recognizes(self, source: Source) -> bool:
-        return any("task_id" in row and ("traj" in row or "info" in row) for row in first_rows(source))
+    def recognizes_row(self, row: Record) -> bool:
+        return "task_id" in row and ("traj" in row or "info" in row)
 
-    def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
-        document = load_document(source)
+    def records(self, source: Source) -> Iterator[tuple[str, Record]]:
+        document = source.document()
         with errors_at(source.path):
             results = expect(document, list, "document", "a list of results")
         warn_once(source.path, NO_TOOLS)
-        yield from by_task(
-            [(f"{source.path}:[{index}]", result, _record) for index, result in enumerate(results)]
-        )
+        yield from _by_task(results, f"{source.path}:", _record)
 
 
-def by_task(
-    results: Iterable[tuple[Place, object, Callable[[Record], Record]]],
-) -> Iterator[tuple[Place, Record]]:
-    """Yields the record of each (place, result, conversion), results of one task next to each other."""
-    tasks: dict[str, list[tuple[Place, Record, Callable[[Record], Record]]]] = {}
-    for place, item, convert in results:
-        with errors_at(place):
+def _by_task(
+    results: Sequence[object], where: str, convert: Callable[[Record], Record]
+) -> Iterator[tuple[str, Record]]:
+    """Yields the record of each result, those of one task next to each other."""
+    tasks: dict[str, list[tuple[str, Record]]] = {}
+    for index, item in enumerate(results):
+        with errors_at(place := f"{where}[{index}]"):
             result = expect(item, dict, "result", "an object with task_id")
             task = result.get("task_id")
             if isinstance(task, bool) or not isinstance(task, str | int):
                 raise UserError(f"task_id: expected a string or an integer, got {shorten(task)}")
-        tasks.setdefault(str(task), []).append((place, result, convert))
+        tasks.setdefault(str(task), []).append((place, result))
     for task, members in tasks.items():
-        for place, result, convert in members:
+        for place, result in members:
             with errors_at(place):
                 trial = {} if result.get("trial") is None else {"id": f"trial{result['trial']}"}
                 record = joined({"group_id": task, **trial}, convert(result))
@@ -72,50 +70,32 @@ class Tau2BenchReader(Reader):
     Fields that decide what is trained, such as ``weight``, are kept in simulations and messages.
     """
 
-    def recognizes(self, source: Source) -> bool:
-        return any(
-            isinstance(info := row.get("info"), dict) and {"environment_info", "agent_info"} & info.keys()
-            for row in first_rows(source)
-        )
+    def recognizes_row(self, row: Record) -> bool:
+        info = row.get("info")
+        return isinstance(info, dict) and not info.keys().isdisjoint(("environment_info", "agent_info"))
 
-    def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
-        document = load_document(source)
+    def records(self, source: Source) -> Iterator[tuple[str, Record]]:
+        document = source.document()
         with errors_at(source.path):
             run = expect(document, dict, "document", "an object with simulations")
             simulations = expect(run.get("simulations"), list, "simulations", "a list")
             info = expect(run.get("info") or {}, dict, "info", "an object")
-            environment = expect(
-                info.get("environment_info") or {}, dict, "info.environment_info", "an object"
-            )
-
-        def convert(simulation: Record) -> Record:
-            return _simulation(simulation, environment)
-
-        yield from by_task(
-            [
-                (f"{source.path}:simulations[{i}]", simulation, convert)
-                for i, simulation in enumerate(simulations)
-            ]
-        )
+            ran_in = expect(info.get("environment_info") or {}, dict, "info.environment_info", "an object")
+        yield from _by_task(simulations, f"{source.path}:simulations", partial(_simulation, ran_in))
 
 
-def _simulation(simulation: Record, environment: Record) -> Record:
+def _simulation(environment: Record, simulation: Record) -> Record:
     recorded = expect(simulation.get("messages"), list, "messages", "a list of messages")
     messages: list[Message] = []
-    policy = environment.get("policy")
-    if policy and not any(
-        isinstance(message, dict) and message.get("role") == "system" for message in recorded
-    ):
+    has_system = any(isinstance(m, dict) and m.get("role") == "system" for m in recorded)
+    if (policy := environment.get("policy")) and not has_system:
         messages.append({"role": "system", "content": policy})
     for index, message in enumerate(recorded):
         messages += _seen_by_agent(message, f"messages[{index}]")
     reward_info = expect(simulation.get("reward_info") or {}, dict, "reward_info", "an object")
-    tools = environment.get("tool_defs")
-    fields = {
-        "reward": reward_info.get("reward"),
-        "messages": messages,
-        **({"tools": tools} if isinstance(tools, list) else {}),
-    }
+    fields = {"reward": reward_info.get("reward"), "messages": messages}
+    if isinstance(tools := environment.get("tool_defs"), list):
+        fields["tools"] = tools
     return joined(present_fields(simulation, SIMULATION_FIELDS), fields)
 
 
@@ -161,15 +141,8 @@ def _seen_by_agent(message: object, where: str) -> list[Message]:
 
 # What SWE-agent parsed from a message, and how it treats the message.
 BOOKKEEPING = (
-    "agent",
-    "message_type",
-    "thought",
-    "action",
-    "is_demo",
-    "tags",
-    "cache_control",
-    "tool_call_ids",
-)
+    "agent", "message_type", "thought", "action", "is_demo", "tags", "cache_control", "tool_call_ids",
+)  # fmt: skip
 
 
 class SweAgentReader(Reader):
@@ -180,11 +153,14 @@ class SweAgentReader(Reader):
     prompts, are not applied. The tools' schemas and the outcome are not in the file.
     """
 
-    def recognizes(self, source: Source) -> bool:
-        return any(_is_run(row) for row in first_rows(source))
+    def recognizes_row(self, row: Record) -> bool:
+        steps = row.get("trajectory")
+        return isinstance(steps, list) and all(
+            isinstance(step, dict) and {"action", "observation"} & step.keys() for step in steps[:1]
+        )
 
-    def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
-        document = load_document(source)
+    def records(self, source: Source) -> Iterator[tuple[str, Record]]:
+        document = source.document()
         with errors_at(source.path):
             run = expect(document, dict, "document", "an object with trajectory and history")
             history = expect(run.get("history"), list, "history", "a list of messages")
@@ -200,13 +176,6 @@ class SweAgentReader(Reader):
         yield source.path, {"id": name, "trajectories": trajectories}
 
 
-def _is_run(row: Record) -> bool:
-    steps = row.get("trajectory")
-    return isinstance(steps, list) and all(
-        isinstance(step, dict) and {"action", "observation"} & step.keys() for step in steps[:1]
-    )
-
-
 def _message(message: Message, where: str) -> Message:
     if message.get("is_demo") and message.get("role") == "assistant":
         raise UserError(
@@ -214,12 +183,9 @@ def _message(message: Message, where: str) -> Message:
         )
     kept: dict[str, object] = {name: message[name] for name in message if name not in BOOKKEEPING}
     if thoughts := kept.pop("thinking_blocks", None):
-        texts = [
-            block.get("thinking") for block in expect(thoughts, list, f"{where}.thinking_blocks", "a list")
-        ]
-        kept["thinking"] = "\n".join(
-            expect(text, str, f"{where}.thinking_blocks", "blocks with a thinking text") for text in texts
-        )
+        place = f"{where}.thinking_blocks"
+        texts = [block.get("thinking") for block in expect(thoughts, list, place, "a list")]
+        kept["thinking"] = "\n".join(expect(t, str, place, "blocks with a thinking text") for t in texts)
     kept["content"] = text_of(kept.get("content"), f"{where}.content")
     if identifiers := message.get("tool_call_ids"):
         kept["tool_call_id"] = expect(identifiers, list, f"{where}.tool_call_ids", "a list of one id")[0]

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
-from titan_tree.data.readers import Place, Record, Source
+from titan_tree.data.readers import Record, Source
 from titan_tree.data.readers.chat import without
+from titan_tree.data.readers.harnesses.rollouts import NO_TOKENS, TraceReader, objects_in
 from titan_tree.data.readers.row_reader import expect
-from titan_tree.data.readers.trace_reader import NO_TOKENS, TraceReader, objects_in
 from titan_tree.errors import UserError, errors_at, shorten
-
-Node = dict[str, Any]
 
 # Fields of a node with one entry per sampled token -> field of the schema, fill of other tokens.
 PER_SAMPLED = {
@@ -19,10 +16,10 @@ PER_SAMPLED = {
     "reference_logprobs": ("ref_logprobs", None),
     "advantages": ("advantage", 0),
 }
-NODE_LEFT_OUT = frozenset(
-    {"parent", "message", "sampled", "token_ids", "mask", "semantic_parents", "finish_reason"}
-    | {"tools", "timestamp", "is_content", "usage", "trainer_logprobs", "entropies"}
-)
+NODE_LEFT_OUT = (
+    "parent", "message", "sampled", "token_ids", "mask", "semantic_parents", "finish_reason", "tools",
+    "timestamp", "is_content", "usage", "trainer_logprobs", "entropies",
+)  # fmt: skip
 NODE_REFUSED = {
     "loss_weights": "losses chosen per token are not supported; remove it",
     "multi_modal_data": "expected text only",
@@ -30,15 +27,15 @@ NODE_REFUSED = {
     "sampling_mask": "expected none, because its form in a trace is not known; sample with top_p = 1",
 }
 TRACE_LEFT_OUT = (
-    *("version", "id", "verifiers", "task", "agent", "tools", "nodes", "calls", "mm_token_type_id_map"),
-    *("request_rewrites", "response_rewrites", "rewards", "metrics", "root_reply", "extra_usage"),
-    *("is_completed", "is_timeout", "ok", "stop_condition", "errors", "timing"),
-    *("num_input_tokens", "num_output_tokens", "num_total_tokens"),
-)
+    "version", "id", "verifiers", "task", "agent", "tools", "nodes", "calls", "mm_token_type_id_map",
+    "request_rewrites", "response_rewrites", "rewards", "metrics", "root_reply", "extra_usage",
+    "is_completed", "is_timeout", "ok", "stop_condition", "errors", "timing", "num_input_tokens",
+    "num_output_tokens", "num_total_tokens",
+)  # fmt: skip
 EPISODE_LEFT_OUT = (
-    *("id", "env", "task", "group", "run", "ok", "is_timeout", "errors", "traces"),
-    *("num_input_tokens", "num_output_tokens", "num_total_tokens"),
-)
+    "id", "env", "task", "group", "run", "ok", "is_timeout", "errors", "traces", "num_input_tokens",
+    "num_output_tokens", "num_total_tokens",
+)  # fmt: skip
 FAILED = "left out traces with an error, or of an agent that is not trained"
 
 
@@ -65,7 +62,9 @@ class VerifiersReader(TraceReader):
     ``iter_trainable_branches`` of ``orchestrator/trajectories.py``, and ``monitors/file/monitor.py``.
     """
 
-    def rows(self, source: Source) -> Iterator[tuple[Place, Record]]:
+    rollout_field = "id"
+
+    def rows(self, source: Source) -> Iterator[tuple[str, Record]]:
         """Yields the traces of a file. What an episode says of all its traces becomes a part of each."""
         for place, row in super().rows(source):
             if "traces" not in row:
@@ -86,9 +85,6 @@ class VerifiersReader(TraceReader):
             return isinstance(row.get("env"), dict) and isinstance(row.get("task"), dict)
         nodes = row.get("nodes")
         return isinstance(nodes, list) and any(isinstance(node, dict) and "message" in node for node in nodes)
-
-    def rollout_id(self, row: Record) -> object:
-        return row.get("id")
 
     def task(self, row: Record) -> Record:
         record = without(row, TRACE_LEFT_OUT) | {"id": row.get("id")}
@@ -130,7 +126,7 @@ class VerifiersReader(TraceReader):
         return records
 
 
-def _check_node(fields: Node, index: int) -> None:
+def _check_node(fields: Record, index: int) -> None:
     where = f"nodes[{index}]"
     for name, value in fields.items():
         if name in NODE_REFUSED and value:
@@ -162,7 +158,7 @@ def _check_node(fields: Node, index: int) -> None:
             )
 
 
-def _branches(nodes: list[Node]) -> Iterator[list[int]]:
+def _branches(nodes: list[Record]) -> Iterator[list[int]]:
     """Yields the branches that may be trained, each from its root to its leaf, in the order of the leaves."""
     links = [node["semantic_parents"] for node in nodes]
     resumed = [link.get("node") for group in links for link in group if link.get("type") == "compaction"]
@@ -179,7 +175,7 @@ def _branches(nodes: list[Node]) -> Iterator[list[int]]:
         yield branch[::-1]
 
 
-def _joined(nodes: list[Node], branch: Iterable[int], trained: list[int]) -> Record:
+def _joined(nodes: list[Record], branch: Iterable[int], trained: list[int]) -> Record:
     """Returns the tokens of a branch and their values."""
     members = [nodes[index] for index in branch]
     record: Record = {
@@ -194,7 +190,7 @@ def _joined(nodes: list[Node], branch: Iterable[int], trained: list[int]) -> Rec
     return record
 
 
-def _spread(node: Node, name: str, fill: float | None) -> list[object]:
+def _spread(node: Record, name: str, fill: float | None) -> list[object]:
     """Returns one value per token of a field that has one per sampled token."""
     values = iter(node.get(name) or [])
     return [next(values, fill) if sampled else fill for sampled in node["mask"]]

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from titan_tree.data.readers import Place, Reader, Record, Source
+from titan_tree.data.readers import Reader, Record, Source
 from titan_tree.data.readers.chat import Message
-from titan_tree.data.readers.containers import first_rows, json_objects
+from titan_tree.data.readers.containers import json_objects
 from titan_tree.data.readers.row_reader import warn_once
 from titan_tree.errors import UserError
 
@@ -50,21 +50,14 @@ class SessionReader(Reader):
     """Reads the JSON Lines of one session. Subclasses recognize rows and make the tree of their events."""
 
     @abstractmethod
-    def recognizes_row(self, row: Record) -> bool:
-        """Returns whether a row is an event of this agent. Long rows may lack their last members."""
-
-    @abstractmethod
-    def events(self, rows: Iterator[tuple[Place, Record]], source: Source) -> list[Event]:
+    def events(self, rows: Iterator[tuple[str, Record]], source: Source) -> list[Event]:
         """Returns the events of the session. A parent precedes its children.
 
         A broken row goes to ``source.skip_broken``, and a row without a message is counted in
         ``source.skipped``.
         """
 
-    def recognizes(self, source: Source) -> bool:
-        return any(map(self.recognizes_row, first_rows(source)))
-
-    def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
+    def records(self, source: Source) -> Iterator[tuple[str, Record]]:
         with source.open() as file:
             events = self.events(json_objects(file, source.path, source.skip_broken), source)
         yield source.path, session_record(source, Path(source.path).stem, events)

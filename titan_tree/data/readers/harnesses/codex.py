@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
-from titan_tree.data.readers import Place, Record, Source
+from titan_tree.data.readers import Record, Source
 from titan_tree.data.readers.chat import Message
-from titan_tree.data.readers.openai_responses import OpenAIResponsesReader
-from titan_tree.data.readers.row_reader import expect
-from titan_tree.data.readers.sessions import (
+from titan_tree.data.readers.harnesses.sessions import (
     Event,
     SessionReader,
     as_text,
@@ -18,11 +15,13 @@ from titan_tree.data.readers.sessions import (
     count_tokens,
     without_media,
 )
+from titan_tree.data.readers.openai_responses import OpenAIResponsesReader
+from titan_tree.data.readers.row_reader import expect
 from titan_tree.errors import UserError, errors_at
 
 OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+LINES = ("session_meta", "turn_context", "response_item", "event_msg", "compacted")
 ITEMS = ("message", "reasoning", "function_call", "custom_tool_call", *OUTPUTS[:2])
-Item = dict[str, Any]
 
 
 class CodexReader(SessionReader):
@@ -34,16 +33,14 @@ class CodexReader(SessionReader):
     """
 
     def recognizes_row(self, row: Record) -> bool:
-        return isinstance(row.get("payload"), dict) and row.get("type") in (
-            *("session_meta", "turn_context", "response_item", "event_msg", "compacted"),
-        )
+        return isinstance(row.get("payload"), dict) and row.get("type") in LINES
 
-    def events(self, rows: Iterator[tuple[Place, Record]], source: Source) -> list[Event]:
+    def events(self, rows: Iterator[tuple[str, Record]], source: Source) -> list[Event]:
         responses = OpenAIResponsesReader()
         responses.path = source.path
         events: list[Event] = []
         system: list[Message] = []
-        items: list[Item] = []
+        items: list[Record] = []
         root: list[Message] = []  # messages before ``items`` of which nothing is trained
         prompt_tokens: int | None = None
 
@@ -92,7 +89,7 @@ class CodexReader(SessionReader):
         return events
 
 
-def _item(payload: Item, source: Source) -> Item | None:
+def _item(payload: Record, source: Source) -> Record | None:
     """Returns an item in the form of the Responses API, or None for one that is not text."""
     kind = payload.get("type") or ("message" if "role" in payload else None)
     if kind == "local_shell_call":
@@ -115,11 +112,11 @@ def _item(payload: Item, source: Source) -> Item | None:
     return item
 
 
-def _text_item(role: str, text: object) -> Item:
+def _text_item(role: str, text: object) -> Record:
     return {"type": "message", "role": role, "content": expect(text, str, "message", "a string")}
 
 
-def _prompt_tokens(payload: Item) -> int | None:
+def _prompt_tokens(payload: Record) -> int | None:
     """Returns the tokens of the last prompt, if the payload is an event that counts tokens."""
     info = payload.get("info") if payload.get("type") == "token_count" else None
     return count_tokens(info.get("last_token_usage"), "input_tokens") if isinstance(info, dict) else None

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from titan_tree.data.readers import Place, Record, Source
+from titan_tree.data.readers import Record, Source
 from titan_tree.data.readers.anthropic import BLOCKS, AnthropicReader
-from titan_tree.data.readers.row_reader import expect
-from titan_tree.data.readers.sessions import (
+from titan_tree.data.readers.harnesses.sessions import (
     MEDIA,
     Event,
     SessionReader,
@@ -18,6 +16,7 @@ from titan_tree.data.readers.sessions import (
     count_tokens,
     without_media,
 )
+from titan_tree.data.readers.row_reader import expect
 from titan_tree.errors import UserError, errors_at
 
 CONTINUED = "This session is being continued from a previous conversation"
@@ -29,10 +28,10 @@ KNOWN_BLOCKS = ("text", *BLOCKS, *MEDIA)
 class _Message:
     """A message of the API: one line, the lines of one answer, or the results of an answer's calls."""
 
-    place: Place
+    place: str
     uuid: str  # of its first line
     role: str
-    blocks: list[Any]  # its content
+    blocks: list[Record]  # its content
     stop_reason: object = None
     is_root: bool = False  # whether nothing before it is in the prompt
     prompt_tokens: int | None = None
@@ -59,7 +58,7 @@ class ClaudeCodeReader(SessionReader):
             row.get("type") == "summary" and "leafUuid" in row
         )
 
-    def events(self, rows: Iterator[tuple[Place, Record]], source: Source) -> list[Event]:
+    def events(self, rows: Iterator[tuple[str, Record]], source: Source) -> list[Event]:
         parents: dict[str, str | None] = {}  # of all lines with an id
         messages: dict[str, _Message] = {}  # by the ids of their lines
         answers: dict[str, _Message] = {}  # by the ids of the API
@@ -99,7 +98,7 @@ def _without_message(row: Record) -> str | None:
     return None if kind in ("user", "assistant", "attachment") else as_text(kind)[:40]
 
 
-def _message(place: Place, row: Record, source: Source) -> tuple[_Message, str | None]:
+def _message(place: str, row: Record, source: Source) -> tuple[_Message, str | None]:
     """Returns the message of a row, and for an answer the id that the API gave it."""
     uuid = expect(row.get("uuid"), str, "uuid", "the name of the event")
     if row["type"] == "attachment":
@@ -108,7 +107,7 @@ def _message(place: Place, row: Record, source: Source) -> tuple[_Message, str |
         text = content if isinstance(content, str) else as_text(attachment)
         return _Message(place, uuid, "user", [{"type": "text", "text": text}]), None
     message = expect(row.get("message"), dict, "message", "an object with role and content")
-    blocks = []
+    blocks: list[Record] = []
     content = without_media(message.get("content"), source)
     for block in content if isinstance(content, list) else [{"type": "text", "text": content}]:
         block = expect(block, dict, "message.content", "text or blocks")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from titan_tree.data.readers import Place, Record, Source
+from titan_tree.data.readers import Record, Source
 from titan_tree.data.readers.chat import Message, assistant_messages, call, marked, text_of
-from titan_tree.data.readers.row_reader import expect
-from titan_tree.data.readers.sessions import (
+from titan_tree.data.readers.harnesses.sessions import (
     Event,
     SessionReader,
     as_text,
@@ -16,6 +14,7 @@ from titan_tree.data.readers.sessions import (
     count_tokens,
     without_media,
 )
+from titan_tree.data.readers.row_reader import expect
 from titan_tree.errors import UserError, errors_at
 
 STOPS = {"toolUse": "tool_use"}  # marks that are spelled in another way than elsewhere
@@ -33,7 +32,7 @@ class PiReader(SessionReader):
     def recognizes_row(self, row: Record) -> bool:
         return "parentId" in row and "id" in row and isinstance(row.get("type"), str)
 
-    def events(self, rows: Iterator[tuple[Place, Record]], source: Source) -> list[Event]:
+    def events(self, rows: Iterator[tuple[str, Record]], source: Source) -> list[Event]:
         events: dict[str, Event] = {}  # parents precede children, because the file is only appended to
         above: dict[Event, Event | None] = {}  # the event before a compaction, too
         for place, row in rows:
@@ -79,8 +78,8 @@ def _messages(row: Record, source: Source) -> list[Message]:
     kind = row["type"]
     if kind in SUMMARIES:
         return [{"role": "user", "content": expect(row.get("summary"), str, "summary", "a string")}]
-    message: Any = row if kind == "custom_message" else row.get("message")
-    message = expect(message, dict, "message", "an object with role and content")
+    said = row if kind == "custom_message" else row.get("message")
+    message = expect(said, dict, "message", "an object with role and content")
     role = "user" if kind == "custom_message" else message.get("role")
     content = without_media(message.get("content"), source)
     if role == "assistant":

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from titan_tree.data.readers import Place, Reader, Record, Source
+from titan_tree.data.readers import Reader, Record, Source
 from titan_tree.data.readers.chat import Message, call, text_of
-from titan_tree.data.readers.containers import first_rows, rows
+from titan_tree.data.readers.harnesses.sessions import Event, as_text, context, session_record, without_media
 from titan_tree.data.readers.row_reader import expect
-from titan_tree.data.readers.sessions import Event, as_text, context, session_record, without_media
 from titan_tree.errors import UserError, errors_at
 
 RESULTS = {  # events of version 1 that are the result of a call, and where their text is
@@ -35,13 +33,13 @@ class OpenHandsReader(Reader):
         return any(
             isinstance(event, dict)
             and ("action" in event or "observation" in event or event.get("kind") in KINDS)
-            for row in first_rows(source)[:1]
+            for row in source.first_rows[:1]
             if isinstance(row.get("history"), list)
             for event in _flat(row["history"])[:1]
         )
 
-    def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
-        for place, row in rows(source):
+    def records(self, source: Source) -> Iterator[tuple[str, Record]]:
+        for place, row in source.rows():
             with errors_at(place):
                 history = _History(source)
                 for index, event in enumerate(_flat(expect(row.get("history"), list, "history", "a list"))):
@@ -56,7 +54,7 @@ class OpenHandsReader(Reader):
             yield place, record | {"tools": history.tools}
 
 
-def _flat(history: list[Any]) -> list[Any]:
+def _flat(history: list[object]) -> list[object]:
     """Returns the events of a history, which older versions store as pairs [action, observation]."""
     return [e for entry in history for e in (entry if isinstance(entry, list) else [entry])]
 

@@ -1,0 +1,6 @@
+"""Formats of other people's programs that run agents. They change often, and no common format needs them.
+
+sessions.py     the events of a coding agent -> one record; claude_code.py, codex.py, pi.py and openhands.py
+rollouts.py     rows of token ids from frameworks of reinforcement learning; verifiers.py
+benchmarks.py   result files of tau-bench, tau2-bench and SWE-agent
+"""
