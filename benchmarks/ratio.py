@@ -6,7 +6,7 @@ baseline is the same trainer with plain causal attention (cuDNN's, through scale
 the row shows what trees cost.
 
 Prompt Trees (Scaled Cognition, 2025) reports such a curve: more than 70x at a ratio of about 100, and 0.97x
-where nothing is shared. The picture has these end points and those of Tree Training, as in por.
+where nothing is shared.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ SHAPES = (  # prompt, answers, tokens of an answer
     (12_288, 300, 42),
 )
 QUICK = ("--flavor", "debug", "--scale", "0.01", "--shapes", "2", "--trees", "1", *layouts.QUICK)
-PROMPT_TREES = ((1, 0.97), (100, 70))  # ratio of tokens, and reported speed-up
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,15 +107,20 @@ class Causal:
 
 
 def draw(rows: Sequence[Mapping[str, str]], figure: Figure) -> None:
-    """Draws the speed-up against the ratio of tokens, with the papers' end points."""
-    axes = layouts.draw_speed_ups(rows, figure, "tokens x")
-    axes.plot([1, 200], [1, 200], color="0.8", zorder=0, label="ratio of tokens")
-    axes.plot(*zip(*PROMPT_TREES, strict=True), "*", color="black", label="Prompt Trees, reported")
-    for marker, (name, value) in zip("s^", layouts.TREE_TRAINING.items(), strict=True):
-        axes.plot(1 / (1 - 0.92), value, marker, color="black", label=f"{name}, reported")
-    axes.set(xscale="log", yscale="log", xlabel="tokens of the leaf paths / distinct tokens")
-    ticks = [1, 2, 5, 10, 20, 50, 100]
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_ticks(ticks, [f"{tick}x" for tick in ticks])
-        axis.set_ticks([], minor=True)
-    axes.legend(title="dotted: ratio of operations", fontsize=8)
+    """Draws the seconds of a step, on rows and on trees, for prompts with up to 128 answers."""
+    chosen = [row for row in rows if "answers" in row["case"]][:4]
+    figure.set_size_inches(7, 2.6)
+    axes = figure.subplots()
+    for offset, column, label in (
+        (-0.2, "rows s", "one packed row per leaf path"),
+        (0.2, "tree s", "as a token tree"),
+    ):
+        seconds = [float(row[column]) for row in chosen]
+        axes.barh([i + offset for i in range(len(chosen))], seconds, 0.38, label=label)
+    for i, row in enumerate(chosen):
+        axes.text(float(row["tree s"]) + 0.1, i + 0.2, f"{float(row['speed-up']):.1f}x as fast", va="center")
+    axes.set_yticks(range(len(chosen)), [row["case"].replace(" to ", "\nto a prompt of ") for row in chosen])
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel(f"seconds of a training step; {rows[0]['model']}, {rows[0]['device']}")
+    axes.legend(frameon=False)

@@ -36,7 +36,7 @@ def rows(out):
 def test_table_has_a_row_per_group_and_totals(capsys, file):
     status, out, err = inspect(capsys, file)
     assert (status, err) == (0, "")
-    # paths, N_flat, N_leaf, N_tree, POR, POR all, bound, nodes, depth, fan-out, longest
+    # paths, N_flat, N_leaf, N_tree, POR, POR samples, bound, nodes, depth, fan-out, longest
     assert rows(out) == {
         "a": ["3", "12", "12", "8", "0.333", "0.333", "1.50x", "5", "3", "2.00", "4"],
         "b": ["1", "3", "3", "3", "0.000", "0.000", "1.00x", "1", "1", "0.00", "3"],

@@ -32,8 +32,8 @@ from titan_tree.run.config import load_config
 from titan_tree.run.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")]
-PAGES = [*ROOT_PAGES, *sorted((ROOT / "docs").rglob("*.md"))]
+ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", "SECURITY.md")]
+PAGES = [*ROOT_PAGES, ROOT / "tests" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = ("python", "bash", "toml", "json")
 
 

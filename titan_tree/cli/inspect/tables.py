@@ -39,10 +39,10 @@ if TYPE_CHECKING:  # inspect imports torch for --model only
 NamedTree = tuple[str, TokenTree]
 
 # In this order, if the terminal is too narrow for all columns.
-HIDDEN_FIRST = ("fan-out", "depth", "nodes", "POR all", "N_flat")
+HIDDEN_FIRST = ("fan-out", "depth", "nodes", "POR samples", "N_flat")
 LEGEND = {
     "N_flat": "tokens of all paths; N_leaf: of one path per leaf; N_tree: distinct",
-    "POR": "potential overlap ratio, 1 - N_tree / N_leaf; POR all: 1 - N_tree / N_flat",
+    "POR": "potential overlap ratio, 1 - N_tree / N_leaf; POR samples: 1 - N_tree / N_flat",
     "bound": "largest speed-up over one row per leaf path, N_leaf / N_tree",
     "op bound": "the same by operations of the model, those of attention included",
     "depth": "nodes on the deepest path",
@@ -188,7 +188,7 @@ class Sizes:
             "N_leaf": f"{stats.n_leaf:,}",
             "N_tree": f"{stats.n_tree:,}",
             "POR": f"{stats.por:.3f}",
-            "POR all": f"{stats.por_samples:.3f}",
+            "POR samples": f"{stats.por_samples:.3f}",
             "bound": f"{stats.bound:.2f}x",
             **({} if bound is None else {"op bound": f"{bound:.2f}x"}),
             "nodes": f"{stats.n_nodes:,}",

@@ -2,7 +2,7 @@
 
 A layer is traced on the meta device, as training compiles it: with its activation checkpointing, and with the
 operators that exchange tokens. torch.compile's partitioner decides which tensors the forward pass keeps. It
-gives other results in other versions of torch, so nothing here is a formula. docs/design.md says why torch's
+gives other results in other versions of torch, so nothing here is a formula. docs/decisions says why torch's
 memory tracker cannot do this.
 """
 

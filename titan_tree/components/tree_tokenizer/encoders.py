@@ -1,6 +1,6 @@
 """Encoders: text -> token ids and back. Ids equal those of the library ``tokenizers``.
 
-BytePairEncoder  byte-level BPE with tiktoken, which needs a fifth of the time (docs/design.md, "Decisions")
+BytePairEncoder  byte-level BPE with tiktoken, which needs a fifth of the time (docs/decisions/)
 LibraryEncoder   any other pipeline of a tokenizer.json, with ``tokenizers`` itself
 
 An *added token* is cut out of the text before BPE. It is a *control token* if its file marks it as special:

@@ -77,7 +77,7 @@ def config_changes(
         The changes that make a curve misleading, and all others, each as "key: before -> now".
     """
     made = {field.name: field.default_factory() for field in fields(now) if callable(field.default_factory)}
-    defaults = {name: asdict(table) for name, table in made.items() if is_dataclass(table)}
+    defaults = {name: asdict(table) for name, table in made.items() if is_dataclass(type(table))}
     old, new = dict(flat(defaults)) | dict(flat(before)), dict(flat(asdict(now)))
     decisive: list[str] = []
     other: list[str] = []

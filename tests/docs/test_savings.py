@@ -1,4 +1,4 @@
-"""Computes the README's table of savings, of leaf paths that share a prefix, from trees of these sizes."""
+"""Computes the table of savings in docs/performance.md, from trees of these sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from titan_tree.cli.inspect.tables import Sizes
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
 SHARED = {  # paths, tokens that all of them share, tokens of one alone
     "16 completions of 512 tokens, one prompt of 4,096": (16, 4096, 512),
     "16 completions of 512 tokens, one prompt of 512": (16, 512, 512),
@@ -31,5 +31,5 @@ def test_the_table_of_savings_is_computed():
             paths.append(TokenPath([*range(shared), *range(first, first + own)], loss_mask=mask))
         sizes = [Sizes.of("", TokenTree.from_paths(paths), costs) for costs in models]
         bounds = [sizes[0].stats.bound, *(size.operation_bound for size in sizes)]
-        cells = README.split(f"| {row} |")[1].split("\n")[0]
+        cells = PAGE.split(f"| {row} |")[1].split("\n")[0]
         assert re.findall(r"[\d.]+x", cells) == [f"{bound:.1f}x" for bound in bounds], row
