@@ -193,7 +193,7 @@ def tree_megabytes(batches: Sequence[TreeBatch], model: TreeModel, device: torch
     sizes = {"layout": 0, "plan": 0, "edges": 0, "pairs": 0}
     for batch in batches:
         layout = model.prepare(batch.layout.to(device))
-        plan = tensor_bytes((layout.attention_plan, layout.conv_index))
+        plan = tensor_bytes((layout.prepared_attention, layout.conv_index))
         edges = (batch.edge_source, batch.edge_label, batch.edge_number, batch.edge_temperature)
         sizes["layout"] += tensor_bytes(batch.layout)
         sizes["plan"] += plan

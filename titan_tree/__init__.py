@@ -91,8 +91,13 @@ __all__ = sorted([*_MODULES, "__version__"])
 _MOVED = {  # modules of earlier versions -> their successors
     "balance": "run.balance",
     "build": "run.build",
+    "certify.subject": "certify.certified_step",
     "checkpoint": "run.checkpoint",
+    "components.moe.router": "components.moe.kernels",
+    "components.recurrence.rounds": "components.recurrence.launch",
     "components.tree_attention.backend": "components.tree_attention.operator",
+    "components.tree_attention.hopper.pieces": "components.tree_attention.hopper.key_groups",
+    "components.tree_attention.plan": "components.tree_attention.block_lists",
     "components.tree_gdn": "components.recurrence",
     "config.data": "data.settings",
     "config.lightning": "integrations.lightning_settings",
@@ -133,6 +138,8 @@ _MOVED = {  # modules of earlier versions -> their successors
     "score": "scoring.score_files",
     "trainer": "run.trainer",
     "tree.chains": "tree.chunks",
+    "tree.sampling_masks": "tree.path_fields",
+    "tree.token_shards": "tree.batch",
 }
 _ROWS = "make TokenPaths of the rows, as docs/frameworks.md shows"
 _REMOVED = {  # modules without a successor -> what to do instead

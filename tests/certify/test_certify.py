@@ -18,9 +18,9 @@ from tests.support.cases import for_each
 from tests.support.hf_families import hf_family
 from tests.support.tiny_run import tiny_config
 from titan_tree.certify import certify, reference
+from titan_tree.certify.certified_step import opened
 from titan_tree.certify.checks import _check, _gradients, leaks
 from titan_tree.certify.report import text
-from titan_tree.certify.subject import opened
 from titan_tree.cli import main
 from titan_tree.cli.reference import load_any
 from titan_tree.config.toml import dump_config

@@ -8,10 +8,10 @@ import torch
 
 from tests.certify.test_certify import configured
 from tests.support.cases import for_each
+from titan_tree.certify.certified_step import opened
 from titan_tree.certify.numbers import score
 from titan_tree.certify.sampler import compare_sampler
-from titan_tree.certify.subject import opened
-from titan_tree.tree.sampling_masks import SamplingMask
+from titan_tree.tree.path_fields import SamplingMask
 from titan_tree.tree.token_tree import TokenTree
 
 

@@ -19,8 +19,8 @@ from titan_tree.run import build
 from titan_tree.run.balance.assignment import assign_freely
 from titan_tree.run.config import load_config
 from titan_tree.tree import costs as rates
+from titan_tree.tree.batch import TokenShard
 from titan_tree.tree.costs import tree_sizes
-from titan_tree.tree.token_shards import TokenShard
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
 DEMO, DEMO_MOE, RL_DEMO = (str(CONFIGS / f"{name}.toml") for name in ("demo", "demo_qwen3_moe", "rl_demo"))

@@ -18,7 +18,7 @@ from tests.support.processes import process_group, run_ranks
 from titan_tree.cli.plan.layer_trace import LayerTrace
 from titan_tree.cli.plan.memory import exchanged
 from titan_tree.components.backends import ATTENTION_BACKENDS
-from titan_tree.components.tree_attention import operator, plan
+from titan_tree.components.tree_attention import block_lists, operator
 from titan_tree.distributed import titan
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.distributed.sequence_parallel import AllToAllExchange, shard_sequence
@@ -27,18 +27,17 @@ from titan_tree.models.block import LayerOutput
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.pretrained import build_model
 from titan_tree.models.tree_model import Execution, ModelOutput
-from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.batch import TokenShard, TreeBatch
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_shards import TokenShard
 from titan_tree.tree.token_tree import TokenTree
 
 # Allocates what the kernels of attention write, and computes nothing.
 SIZES = SimpleNamespace(
     is_automatic=lambda device: False,
     refusal=lambda *inputs: None,
-    prepare=plan.prepare,
+    prepare=block_lists.prepare,
     attention=partial(operator.attention, "sizes"),
-    forward=lambda q, *_: (torch.empty_like(q), plan.empty_lse(q)),
+    forward=lambda q, *_: (torch.empty_like(q), block_lists.empty_lse(q)),
 )
 
 
@@ -236,7 +235,7 @@ def compare_rows(rank: int, ports: list[int], expected: dict[str, int]) -> None:
 @pytest.mark.exhaustive
 def test_traced_layers_keep_what_autograd_saves_per_arriving_row():
     layers, shared = LayerTrace(model_of(num_hidden_layers=1)), ParallelConfig(expert_parallel=2)
-    # The row and its copies; besides, the weight and the slot of each copy, and the token of each row sent.
+    # The row and its copies; besides, the weight and the choice of each copy, and the token of each row sent.
     assert layers.kept("selective", shared).per_row == 2 * 128 + 2 * 4 + 3 * 4
     assert layers.kept("full", shared).per_row == 0
     run_ranks(compare_rows, 2, {"selective": 2 * 128 + 2 * 4, "full": 0})

@@ -11,7 +11,7 @@ from tests.support.processes import process_group, run_ranks
 from titan_tree.cli.plan.layer_trace import Kept
 from titan_tree.cli.plan.memory import CONTEXT, GIB, NCCL, Memory
 from titan_tree.cli.plan.workload import OwnerStep, Run
-from titan_tree.components.tree_attention import plan
+from titan_tree.components.tree_attention import block_lists
 from titan_tree.data.settings import DataConfig
 from titan_tree.distributed.optimizers import build_optimizers
 from titan_tree.distributed.parallelize import shard_sizes
@@ -288,10 +288,10 @@ def own_tail(sizes, ranks):
     return (sizes.linear_conv_kernel_dim - 1) * (keys + values) * 2
 
 
-def test_the_attention_plan_has_the_size_of_its_two_large_tables():
+def test_the_block_lists_have_the_size_of_the_two_largest():
     batch = TreeBatch.from_trees([TokenTree.from_paths([TokenPath([1] * 1000)])])
-    tables = plan.prepare(batch.layout)
-    assert plan.table_bytes(1000, 1000) == tables.key_blocks.nbytes + tables.pieces.nbytes
+    tables = block_lists.prepare(batch.layout)
+    assert block_lists.table_bytes(1000, 1000) == tables.key_blocks.nbytes + tables.key_groups.nbytes
 
 
 def test_the_largest_moment_counts():
@@ -320,5 +320,5 @@ def test_sizes_are_the_largest_of_all_steps_and_gpus():
     for ranks, expected in ((1, (13, 10)), (4, (4, 3))):  # a quarter of the tokens, rounded up
         memory = memory_of(steps=[[first], [second]], parallel__sequence_parallel=ranks)
         assert tuple(getattr(memory, name) for name in names) == (*expected, 11, 2, 8, 2, True)
-        assert memory.table_bytes == plan.table_bytes(7, 13)
+        assert memory.table_bytes == block_lists.table_bytes(7, 13)
     assert not memory_of(steps=[[first]]).is_partitioned

@@ -233,7 +233,7 @@ def test_thousands_of_pieces_of_one_path_share_the_memory_of_their_keys():
     assert all(np.shares_memory(p.keys, plan.partitions[-1].keys) for p in plan.partitions)
     assert all(p.parent == i - 1 for i, p in enumerate(plan.partitions))
     started = time.process_time()
-    planner = redundancy_free.Planner(Heights(tree_of([(-1, 50_000)])), 1, 50_000, discount=1)
+    planner = redundancy_free.LevelPlanner(Heights(tree_of([(-1, 50_000)])), 1, 50_000, discount=1)
     planner.run()
     assert planner.parents == list(range(-1, 49_999))
     assert time.process_time() - started < 5

@@ -249,9 +249,9 @@ def test_frozen_experts_pass_gradients_on(results: Any) -> None:
 
 @pytest.mark.parametrize(("policy", "backward"), [("no", 6), ("selective", 6), ("full", 11)])
 def test_checkpointing_stores_what_arrived(results: Any, policy: str, backward: int) -> None:
-    """One exchange sends counts, and in each half two send rows and slots, and one returns rows.
+    """One exchange sends counts, and in each half two send rows and choices, and one returns rows.
 
-    In the backward pass one sends gradients of rows, and two return gradients of rows and slots. Full
+    In the backward pass one sends gradients of rows, and two return gradients of rows and choices. Full
     checkpointing repeats what sends rows, but does not compute experts and return results again.
     """
     for num_ranks in (2, 4):

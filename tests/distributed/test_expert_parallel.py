@@ -308,6 +308,6 @@ def test_copies_are_sorted_by_expert_however_many_there_are(num_experts: int) ->
         TokenHalf([], [], slice(0, 0), slice(0, 2), slice(0, 3)),
         TokenHalf([], [], slice(0, 0), slice(2, 4), slice(3, 6)),
     ]
-    slot, copies = _sort_copies(local, halves, num_experts)
-    assert slot.tolist() == [1, 3, 0, 6, 5, 7]
+    choice, copies = _sort_copies(local, halves, num_experts)
+    assert choice.tolist() == [1, 3, 0, 6, 5, 7]
     assert copies.tolist() == [[2, 0], [-1, 1], [-1, 1], [0, 2]]

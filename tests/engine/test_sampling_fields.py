@@ -11,10 +11,9 @@ from titan_tree.components.tree_loss.loss import TreeLoss
 from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.scoring.score_trees import score_trees, tree_logprobs
-from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.batch import TokenShard, TreeBatch
 from titan_tree.tree.partition import one_pass
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_shards import TokenShard
 from titan_tree.tree.token_tree import TokenTree
 
 

@@ -26,7 +26,7 @@ def test_logprobs_of_the_sampler_are_those_of_the_trainer(
     share: float, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cached_sampler, "CACHE_SHARE", share)
-    monkeypatch.setattr(cached_sampler, "SLOTS", 32)
+    monkeypatch.setattr(cached_sampler, "COLUMNS", 32)
     model = build_model("qwen3", "debug", vocab_size=64, attention="reference").cuda().to(dtype)
     draw = random.Random(0)
     contexts = [[draw.randrange(64) for _ in range(draw.choice([1, 20, 90]))] for _ in range(12)]

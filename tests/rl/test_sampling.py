@@ -57,11 +57,11 @@ class Scripted:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
-@pytest.mark.parametrize(("tied", "slots"), [(True, 256), (False, 8)])
+@pytest.mark.parametrize(("tied", "columns"), [(True, 256), (False, 8)])
 def test_logprobs_of_the_sampler_are_those_of_the_trainer(
-    name: str, tied: bool, slots: int, monkeypatch: pytest.MonkeyPatch
+    name: str, tied: bool, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cached_sampler, "SLOTS", slots)
+    monkeypatch.setattr(cached_sampler, "COLUMNS", columns)
     model = tiny_model(name, tie_word_embeddings=tied)
     draw = random.Random(0)
     contexts = [[draw.randrange(256) for _ in range(length)] for length in (1, 30, 7, 30)]

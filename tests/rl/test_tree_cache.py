@@ -9,7 +9,7 @@ import torch
 from tests.rl.test_sampling import tiny_model
 from titan_tree import tree_logprobs
 from titan_tree.components.tree_attention import triton_kernels
-from titan_tree.components.tree_attention.plan import decoding_plan
+from titan_tree.components.tree_attention.block_lists import decoding_lists
 from titan_tree.rl import cached_sampler
 from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.tree_cache import Forest, TreeCache
@@ -59,15 +59,15 @@ def test_rows_see_their_contexts_and_their_own_turns(size: int) -> None:
     assert sorted(forest.row.tolist()) == list(range(len(contexts)))
     tokens = np.full(len(forest.end), -1)
     tokens[forest.column] = forest.contexts.tokens
-    turns = {int(slot) + i for slot in forest.slot for i in range(size)}
+    turns = {int(start) + i for start in forest.start for i in range(size)}
     assert len(turns) == size * len(contexts) == len(forest.end) - len(forest.contexts)
     assert (tokens[sorted(turns)] == -1).all()
     columns = np.arange(len(forest.end))
-    for row, slot in zip(forest.row, forest.slot, strict=True):
+    for row, start in zip(forest.row, forest.start, strict=True):
         for i in range(size):
-            seen = columns[(columns <= slot + i) & (slot + i < forest.end)]
+            seen = columns[(columns <= start + i) & (start + i < forest.end)]
             assert tokens[seen[: -i - 1]].tolist() == contexts[row]
-            assert seen[-i - 1 :].tolist() == [slot + j for j in range(i + 1)]
+            assert seen[-i - 1 :].tolist() == [start + j for j in range(i + 1)]
 
 
 @pytest.mark.parametrize("limit", [1000, 40, 13])
@@ -98,7 +98,7 @@ def test_tokens_that_contexts_share_are_read_once(limit: int, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("contexts", "size", "slots"),
+    ("contexts", "size", "offsets"),
     [
         (shared_prefixes(3), 11, range(11)),
         (shared_prefixes(3), 11, range(5, 8)),
@@ -110,20 +110,20 @@ def test_tokens_that_contexts_share_are_read_once(limit: int, monkeypatch: pytes
     ],
 )
 def test_the_kernel_of_decoding_equals_the_definition(
-    contexts: list[list[int]], size: int, slots: range
+    contexts: list[list[int]], size: int, offsets: range
 ) -> None:
-    """A plan serves all slots. No row reads a column past its own."""
+    """One object of block lists serves all offsets. No row reads a column past its own."""
     torch.manual_seed(0)
     forest = Forest.of(contexts, size)
-    end, start = torch.from_numpy(forest.end), torch.from_numpy(forest.slot).int()
+    end, start = torch.from_numpy(forest.end), torch.from_numpy(forest.start).int()
     q, k, v = (torch.randn(n, heads, 16) for n, heads in ((len(start), 2), (len(end), 1), (len(end), 1)))
-    plan = decoding_plan(end, start + slots[0], start + slots[-1])
-    for slot in (slots[0], slots[-1]):
-        column, key = start + slot, torch.arange(len(end))
+    lists = decoding_lists(end, start + offsets[0], start + offsets[-1])
+    for offset in (offsets[0], offsets[-1]):
+        column, key = start + offset, torch.arange(len(end))
         visible = (key <= column[:, None]) & (column[:, None] < end)
         scores = torch.einsum("nhd,md->hnm", q, k[:, 0]).masked_fill(~visible, -torch.inf)
         expected = torch.einsum("hnm,md->nhd", (scores / 4).softmax(-1), v[:, 0])
-        out = triton_kernels.decode(q, k, v, end, column, plan)
+        out = triton_kernels.decode(q, k, v, end, column, lists)
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
 
 
@@ -138,10 +138,10 @@ def test_other_devices_gather_keys_if_the_kernel_refuses(
     forest = Forest.of([[1, 2], [1]], 3)
     keys_values = torch.zeros(1, 2, len(forest.end), 1, dim, dtype=dtype, device="meta")
     cache = TreeCache.of(forest, 3, keys_values)
-    assert (cache.seen is None) == (cache.plan(2) is not None) == is_decoded
+    assert (cache.seen is None) == (cache.block_lists(2) is not None) == is_decoded
     if cache.seen is not None:
         one = torch.zeros(2, 1, dim, dtype=dtype, device="meta")
-        out = cache.attention(one, *keys_values[0], cache.position, cache.slot.int(), None)
+        out = cache.attention(one, *keys_values[0], cache.position, cache.start.int(), None)
         assert out.device.type == "meta"
 
 

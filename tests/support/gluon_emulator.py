@@ -7,8 +7,8 @@
   order.
 - Asynchronous work. Copies and additions by TMA from shared memory read it as late as the waits for them
   allow. A product reads its operands at once or as late as its wait allows, chosen at random. Copies into
-  shared memory arrive at a random later time. So a slot that is released or written too early, or read before
-  it is filled, gives wrong numbers. Fresh shared memory is NaN.
+  shared memory arrive at a random later time. So a stage that is released or written too early, or read
+  before it is filled, gives wrong numbers. Fresh shared memory is NaN.
 - mbarriers, which count arrivals and bytes. A wait names the parity of a phase. Deadlocks are detected.
 - TMA, which reads zeros outside of the tensor and writes nothing there.
 
@@ -185,7 +185,7 @@ class Shared:
         self.tensor, self.dtype, self.shape = tensor, tensor.dtype, list(tensor.shape)
 
     def index(self, i: Any) -> Shared:
-        assert 0 <= int(i) < len(self.tensor), f"slot {int(i)} of {len(self.tensor)}"
+        assert 0 <= int(i) < len(self.tensor), f"index {int(i)} of {len(self.tensor)}"
         return Shared(self.tensor[int(i)])
 
     def slice(self, start: Any, length: int, dim: int = 0) -> Shared:

@@ -88,7 +88,7 @@ def compile_launches(*names: str, gluon: bool = True) -> None:
 
 
 def _lost_barriers(ttgir: str) -> list[str]:
-    """Returns the mbarriers, slot by slot, in whose memory Triton may put other data while they are valid.
+    """Returns the mbarriers, one by one, in whose memory Triton may put other data while they are valid.
 
     A barrier must be invalidated, unless groups share it and the kernel returns right after they end. The GPU
     may still write the state of a valid barrier (see ``components/rings.py``).

@@ -63,6 +63,16 @@ def tree_batch(groups, device="cpu", edges="all", replay="off"):
     return TreeBatch.from_trees(trees, edges).to(device)
 
 
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
@@ -71,29 +81,9 @@ def hf_model(tied, dtype=torch.float32, device="cpu", seed=0, kind="Qwen3", **si
 
     Every parameter matters; for example, weights of norms differ from 1.
     """
-    config = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    }
+    own = {"num_hidden_layers": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     experts = EXPERTS | {"norm_topk_prob": True} if kind == "Qwen3Moe" else {}
-    config_class = getattr(transformers, f"{kind}Config")
-    torch.manual_seed(seed)
-    model = getattr(transformers, f"{kind}ForCausalLM")(
-        config_class(**(config | experts | sizes), tie_word_embeddings=tied, attn_implementation="eager")
-    ).float()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.add_(0.2 * torch.randn_like(parameter))
-    return model.to(device, dtype)
+    return _random_model(kind, f"{kind}Config", own | experts | sizes, tied, seed).to(device, dtype)
 
 
 def hybrid_model(tied, kind="Qwen3_5", dtype=torch.float32, device="cpu", num_layers=3, seed=0, **sizes):
@@ -103,15 +93,9 @@ def hybrid_model(tied, kind="Qwen3_5", dtype=torch.float32, device="cpu", num_la
     three layers has attention, and the others have DeltaNet.
     """
     assert find_spec("fla") is None, "uninstall flash-linear-attention, which transformers would use"
-    config = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
+    own = {
         "num_hidden_layers": num_layers,
         "full_attention_interval": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 16,
@@ -119,21 +103,20 @@ def hybrid_model(tied, kind="Qwen3_5", dtype=torch.float32, device="cpu", num_la
         # DeltaNet's outputs may cancel to almost 0. With the published 1e-6, its norm magnifies their
         # rounding.
         "rms_norm_eps": 1e-3,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     }
-    text = "" if kind == "Qwen3Next" else "Text"
-    own = {
-        "Qwen3_5": {},
-        "Qwen3_5Moe": EXPERTS | {"shared_expert_intermediate_size": 20},
-        "Qwen3Next": EXPERTS | {"shared_expert_intermediate_size": 20},
-    }
-    config_class = getattr(transformers, f"{kind}{text}Config")
+    experts = {} if kind == "Qwen3_5" else EXPERTS | {"shared_expert_intermediate_size": 20}
+    config_class = f"{kind}Config" if kind == "Qwen3Next" else f"{kind}TextConfig"
+    return _random_model(kind, config_class, own | experts | sizes, tied, seed).to(device, dtype)
+
+
+def _random_model(kind, config_class, config, tied, seed):
+    """Returns a model in fp32. Norms, biases, convolutions and decays differ from their neutral values."""
+    config = getattr(transformers, config_class)(
+        **(SIZES | config), tie_word_embeddings=tied, attn_implementation="eager"
+    )
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{kind}ForCausalLM")(
-        config_class(**(config | own[kind] | sizes), tie_word_embeddings=tied, attn_implementation="eager")
-    ).float()
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
@@ -142,7 +125,7 @@ def hybrid_model(tied, kind="Qwen3_5", dtype=torch.float32, device="cpu", num_la
                 parameter.copy_(0.5 * torch.randn_like(parameter))
             elif name.endswith("A_log"):
                 parameter.uniform_(0.05, 2.0).log_()
-    return model.to(device, dtype)
+    return model
 
 
 def tree_model(hf, attention="auto"):

@@ -282,13 +282,13 @@ def test_trees_and_batches_are_made_from_lists():
             make(wrong)
 
 
-def test_pin_memory_pins_every_tensor_and_drops_plans(monkeypatch):
+def test_pin_memory_pins_every_tensor_and_drops_what_was_prepared(monkeypatch):
     """Pinning needs a GPU, so a copy replaces it here."""
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: pinned.append(t.clone()) or pinned[-1])
     tree = TokenTree.from_paths([TokenPath([1, 2, 3], advantage=0.5), TokenPath([1, 4], advantage=1.0)])
     batch = TreeBatch.from_trees([tree])
-    batch = dataclasses.replace(batch, layout=batch.layout.with_plan("of this device"))
+    batch = dataclasses.replace(batch, layout=batch.layout.with_prepared("of this device"))
     result = batch.pin_memory()
 
     def tensors(record):
@@ -309,7 +309,7 @@ def test_pin_memory_pins_every_tensor_and_drops_plans(monkeypatch):
         assert any(new is tensor for tensor in pinned), name
         assert torch.equal(old, new), name
     assert result.n_logical == 5
-    assert result.layout.attention_plan is batch.to("cpu").layout.attention_plan is None
+    assert result.layout.prepared_attention is batch.to("cpu").layout.prepared_attention is None
 
 
 def test_errors_name_path_field_and_expectation():

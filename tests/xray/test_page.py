@@ -117,7 +117,7 @@ def full_payload() -> dict[str, Any]:
     result = payload(trees, name="<b>name</b>")
     result["run"] = {
         "curves": {"loss": [[0, 1, 2], [3.0, 2.0, 1.5]]},
-        "samples": [{"title": "step 0", "pieces": [["a question", 0], ["an answer", 1]]}],
+        "samples": [{"title": "step 0", "excerpts": [["a question", 0], ["an answer", 1]]}],
     }
     return result
 

@@ -281,7 +281,7 @@ def test_the_folder_of_a_run_has_its_curves_and_its_data(tmp_path, capsys):
     payload = json.loads(capsys.readouterr().out)
     assert payload["run"]["curves"] == {"loss": [[1, 2], [3.5, 2.5]]}
     (sample,) = payload["run"]["samples"]
-    assert [trained for _, trained in sample["pieces"]] == [0, 1, 0]
+    assert [trained for _, trained in sample["excerpts"]] == [0, 1, 0]
     (tree,) = payload["trees"]
     rewards = [sample["reward"] for sample in tree["samples"]]
     values = [sample["advantage"] for sample in tree["samples"]]

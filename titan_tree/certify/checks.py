@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from titan_tree.certify.certified_step import CertifiedStep
 from titan_tree.certify.numbers import Numbers, Scores, score_tree
-from titan_tree.certify.subject import Subject
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
@@ -31,7 +31,7 @@ FLOORS_OF_ONE = 3.0
 
 
 @dataclass
-class Check:
+class Comparison:
     """One row of a certificate."""
 
     name: str
@@ -43,7 +43,7 @@ class Check:
     tokens: list[dict[str, object]] = field(default_factory=list)  # those that differ, see sampler.py
 
 
-def compare(trees: Numbers, exact: Numbers, noisy: Numbers, subject: Subject) -> list[Check]:
+def compare(trees: Numbers, exact: Numbers, noisy: Numbers, certified: CertifiedStep) -> list[Comparison]:
     """Compares a step on trees with the exact one, beside the noise floor: the errors of ``noisy``.
 
     The checks are in the order of the computation, so the first that fails is next to the cause.
@@ -51,12 +51,12 @@ def compare(trees: Numbers, exact: Numbers, noisy: Numbers, subject: Subject) ->
     checks = []
     assert exact.scores
     assert noisy.scores
-    floors = FLOORS + FLOORS_OF_FEW / math.sqrt(sum(map(len, subject.paths)))
-    if _has_experts(subject.tree_step.model):
+    floors = FLOORS + FLOORS_OF_FEW / math.sqrt(sum(map(len, certified.paths)))
+    if _has_experts(certified.tree_step.model):
         floors = max(floors, FLOORS_OF_ONE)
     if trees.scores:
-        checks.append(_layers(trees.scores, exact.scores, noisy.scores, subject, floors))
-        checks.append(_logprobs(trees.scores, exact.scores, noisy.scores, subject, floors))
+        checks.append(_layers(trees.scores, exact.scores, noisy.scores, certified, floors))
+        checks.append(_logprobs(trees.scores, exact.scores, noisy.scores, certified, floors))
     # The loss is one number, whose own noise may be small by chance.
     noise = relative(torch.cat(noisy.scores.logprobs), torch.cat(exact.scores.logprobs))
     error, floor = (abs(step.loss - exact.loss) / (abs(exact.loss) or 1.0) for step in (trees, noisy))
@@ -66,7 +66,9 @@ def compare(trees: Numbers, exact: Numbers, noisy: Numbers, subject: Subject) ->
     return [*checks, *_gradients(trees.gradients, exact.gradients, noisy.gradients, floors)]
 
 
-def _layers(trees: Scores, exact: Scores, noisy: Scores, subject: Subject, floors: float) -> Check:
+def _layers(
+    trees: Scores, exact: Scores, noisy: Scores, certified: CertifiedStep, floors: float
+) -> Comparison:
     """Compares the outputs of the layers. The worst is the first above its limit, or else the largest."""
     rows = []
     for number, layers in enumerate(zip(trees.hidden, exact.hidden, noisy.hidden, strict=True)):
@@ -75,22 +77,24 @@ def _layers(trees: Scores, exact: Scores, noisy: Scores, subject: Subject, floor
     above = (row for row in rows if not row[0] <= _limit(row[1], floors))
     error, floor, number = next(above, max(rows))
     name = f"layers.{number}"
-    model = subject.tree_step.model
+    model = certified.tree_step.model
     if isinstance(model, Decoder):
         name += f" ({list(model.blocks)[number].mixer_name})"
-    worst = _token(subject, trees.hidden[number], exact.hidden[number], first=0)
+    worst = _token(certified, trees.hidden[number], exact.hidden[number], first=0)
     what = f"{len(exact.hidden)} layers"
     return _check("outputs of layers", what, f"{name}, {worst}", error, floor, floors)
 
 
-def _logprobs(trees: Scores, exact: Scores, noisy: Scores, subject: Subject, floors: float) -> Check:
+def _logprobs(
+    trees: Scores, exact: Scores, noisy: Scores, certified: CertifiedStep, floors: float
+) -> Comparison:
     """Compares the log-probs of the tokens that the loss counts."""
-    counted = [torch.from_numpy(path.loss_mask[1:] > 0) for path in subject.paths]
+    counted = [torch.from_numpy(path.loss_mask[1:] > 0) for path in certified.paths]
     got, want, other = (
         [torch.where(mask, values, 0.0) for values, mask in zip(scores.logprobs, counted, strict=True)]
         for scores in (trees, exact, noisy)
     )
-    worst = _token(subject, got, want, first=1)
+    worst = _token(certified, got, want, first=1)
     error, floor = (relative(torch.cat(values), torch.cat(want)) for values in (got, other))
     return _check(
         "log-probs", f"{sum(map(int, map(torch.sum, counted)))} counted tokens", worst, error, floor, floors
@@ -102,7 +106,7 @@ def _gradients(
     exact: Mapping[str, Tensor],
     noisy: Mapping[str, Tensor],
     floors: float,
-) -> list[Check]:
+) -> list[Comparison]:
     """Compares the gradients of all parameters together, and of each one.
 
     The error of one parameter is relative to its gradient's norm. If that is smaller than the average element
@@ -110,9 +114,11 @@ def _gradients(
     of one parameter is at least that of all.
     """
     if missing := [name for name, gradient in exact.items() if name not in trees and gradient.any()]:
-        return [Check("gradients", False, f"{missing[0]}: expected a gradient, got none")]
+        return [Comparison("gradients", False, f"{missing[0]}: expected a gradient, got none")]
     if extra := [name for name, gradient in trees.items() if name not in exact and gradient.any()]:
-        return [Check("gradients", False, f"{extra[0]}: the reference has no such parameter to compare with")]
+        return [
+            Comparison("gradients", False, f"{extra[0]}: the reference has no such parameter to compare with")
+        ]
     if not any(gradient.any() for gradients in (exact, trees) for gradient in gradients.values()):
         raise UserError(
             "titan-tree certify: all gradients of the first step are 0, so a certificate would say nothing; "
@@ -139,12 +145,12 @@ def _gradients(
     ]
 
 
-def _check(name: str, what: str, where: str, error: float, floor: float, floors: float) -> Check:
+def _check(name: str, what: str, where: str, error: float, floor: float, floors: float) -> Comparison:
     """Makes a check. If it passes, it says what was compared, and otherwise also where the error is."""
     limit = _limit(floor, floors)
     passed = error <= limit < math.inf  # False for NaN
     found = what if passed else f"{where}: error {error:.1e}, limit {limit:.1e}"
-    return Check(name, passed, found, error, floor, limit)
+    return Comparison(name, passed, found, error, floor, limit)
 
 
 def _limit(floor: float, floors: float) -> float:
@@ -166,7 +172,7 @@ def relative(got: Tensor, want: Tensor) -> float:
     return (got.double() - want.double()).norm().item() / size
 
 
-def _token(subject: Subject, got: Sequence[Tensor], want: Sequence[Tensor], first: int) -> str:
+def _token(certified: CertifiedStep, got: Sequence[Tensor], want: Sequence[Tensor], first: int) -> str:
     """Names the token with the largest error. ``first``: the number of the token that entry 0 belongs to."""
     errors = [
         (a.double() - b.double()).reshape(len(a), -1).norm(dim=1).nan_to_num(torch.inf)
@@ -174,12 +180,12 @@ def _token(subject: Subject, got: Sequence[Tensor], want: Sequence[Tensor], firs
     ]
     number = max(range(len(errors)), key=lambda i: errors[i].max().item() if len(errors[i]) else -1.0)
     token = int(errors[number].argmax()) + first
-    path = subject.paths[number]
-    return f"largest at token {token} of path {path.id or number}{_after_branch(subject, number, token)}"
+    path = certified.paths[number]
+    return f"largest at token {token} of path {path.id or number}{_after_branch(certified, number, token)}"
 
 
-def _after_branch(subject: Subject, number: int, token: int) -> str:
-    for tree in subject.trees:
+def _after_branch(certified: CertifiedStep, number: int, token: int) -> str:
+    for tree in certified.trees:
         if number < len(tree.paths):
             index = tree.path_index[tree.path_offsets[number] + token]
             children = np.bincount(tree.predecessor + 1, minlength=len(tree) + 1)
@@ -189,16 +195,16 @@ def _after_branch(subject: Subject, number: int, token: int) -> str:
     raise AssertionError(number)
 
 
-def repeats(first: Numbers, second: Numbers) -> Check:
+def repeats(first: Numbers, second: Numbers) -> Comparison:
     """Compares two runs of one step. A difference is no fault; the sums of GPU kernels may change order."""
     errors = {name: relative(second.gradients[name], g) for name, g in first.gradients.items()}
     errors["the loss"] = abs(second.loss - first.loss) / (abs(first.loss) or 1.0)
     worst = max(errors, key=lambda name: errors[name])
     found = f"{worst} differs most" if errors[worst] else "bit for bit"
-    return Check("same step again", True if not errors[worst] else None, found, errors[worst])
+    return Comparison("same step again", True if not errors[worst] else None, found, errors[worst])
 
 
-def leaks(step: TreeStep, micro_batches: Sequence[Sequence[TokenTree]]) -> Check:
+def leaks(step: TreeStep, micro_batches: Sequence[Sequence[TokenTree]]) -> Comparison:
     """Replaces all tokens that a path cannot see, and compares the outputs of layers for this path.
 
     It reads the first and the last path in the order of the tree, between which all others lie. Experts
@@ -220,7 +226,7 @@ def leaks(step: TreeStep, micro_batches: Sequence[Sequence[TokenTree]]) -> Check
                 error = relative(b[torch.from_numpy(own)], a[torch.from_numpy(own)])
                 rows.append((error, f"layers.{layer}, path {tree.paths[number].id or number}"))
     if not rows:
-        return Check(name, None, "no path has tokens that another one cannot see")
+        return Comparison(name, None, "no path has tokens that another one cannot see")
     # The first output above the limit is next to the cause.
     error, where = next((row for row in rows if not row[0] <= limit), max(rows))
     found = (
@@ -228,4 +234,4 @@ def leaks(step: TreeStep, micro_batches: Sequence[Sequence[TokenTree]]) -> Check
         if error
         else "their tokens change nothing, bit for bit"
     )
-    return Check(name, error <= limit, found, error, limit=limit)
+    return Comparison(name, error <= limit, found, error, limit=limit)

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_tree.certify.checks import Check
+from titan_tree.certify.certified_step import CertifiedStep
+from titan_tree.certify.checks import Comparison
 from titan_tree.certify.numbers import Scores, score
-from titan_tree.certify.subject import Subject
 from titan_tree.rl.settings import RLRunConfig
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.routed_experts import Replay
@@ -49,12 +49,14 @@ class Token(NamedTuple):
     cause: str
 
 
-def compare_sampler(subject: Subject, trees: Scores, exact: Scores, noisy: Scores) -> Check | None:
+def compare_sampler(
+    certified: CertifiedStep, trees: Scores, exact: Scores, noisy: Scores
+) -> Comparison | None:
     """Compares stored log-probs with the trainer's. Returns None if the paths store none.
 
     Records may come from older weights. They fail only if most tokens agree, as they do with equal weights.
     """
-    paths = subject.paths
+    paths = certified.paths
     if any(stored(path) is None for path in paths):
         return None
     given = [torch.from_numpy(stored(path)[1:]).double() for path in paths]  # type: ignore[index]
@@ -65,7 +67,7 @@ def compare_sampler(subject: Subject, trees: Scores, exact: Scores, noisy: Score
     limit = max(MIN_NATS, FLOORS * noise)
     cause = np.full(len(want), "unknown", object)
     cause[((want - own).abs() <= limit).numpy()] = NOISE
-    for name, explained in _explanations(subject, trees.logprobs, want, own, counted, limit):
+    for name, explained in _explanations(certified, trees.logprobs, want, own, counted, limit):
         left = torch.from_numpy(cause == "unknown")
         if not left.any():
             break
@@ -86,9 +88,11 @@ def compare_sampler(subject: Subject, trees: Scores, exact: Scores, noisy: Score
             for name, number in counts.most_common()
         )
     )
-    is_same_policy = isinstance(subject.config, RLRunConfig) or counts["unknown"] < len(want) / 2
+    is_same_policy = isinstance(certified.config, RLRunConfig) or counts["unknown"] < len(want) / 2
     passed = not tokens or (False if is_same_policy else None)
-    return Check("sampler", passed, found, error, noise, limit, [token._asdict() for token in tokens[:SHOWN]])
+    return Comparison(
+        "sampler", passed, found, error, noise, limit, [token._asdict() for token in tokens[:SHOWN]]
+    )
 
 
 def stored(path: TokenPath) -> np.ndarray | None:
@@ -97,7 +101,7 @@ def stored(path: TokenPath) -> np.ndarray | None:
 
 
 def _explanations(
-    subject: Subject, by_path: list[Tensor], want: Tensor, own: Tensor, counted: Tensor, limit: float
+    certified: CertifiedStep, by_path: list[Tensor], want: Tensor, own: Tensor, counted: Tensor, limit: float
 ) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
     """Yields causes, each with a function of the tokens that are left: which of them the cause explains.
 
@@ -106,7 +110,7 @@ def _explanations(
         want, own: the stored log-probs and the trainer's, of the counted tokens.
         counted: which tokens of all paths count.
     """
-    paths = subject.paths
+    paths = certified.paths
 
     def fits(values: Tensor) -> Tensor:
         return (want - values.double()[counted]).abs() <= limit
@@ -127,11 +131,11 @@ def _explanations(
     # Engines report 0 for tokens that they did not draw.
     yield "loss mask", lambda left: (want == 0) | was_given[counted]
     if any(path.routed_experts is not None for path in paths):
-        yield "routing", lambda left: fits(_rescored(subject, "first"))
+        yield "routing", lambda left: fits(_rescored(certified, "first"))
     if any(path.sampling_mask is not None for path in paths):
-        yield "sampling support", lambda left: fits(_rescored(subject, sampling_mask=None))
+        yield "sampling support", lambda left: fits(_rescored(certified, sampling_mask=None))
     for temperature in TEMPERATURES:
-        at_temperature = partial(_rescored, subject, temperature=temperature)
+        at_temperature = partial(_rescored, certified, temperature=temperature)
         yield f"temperature = {temperature}", partial(most, at_temperature)
     for shift in (-1, 1):
         rolled = torch.cat([values.roll(shift) for values in by_path])
@@ -141,7 +145,7 @@ def _explanations(
     yield "sampling support", lambda left: is_kept if bool(is_kept[left].all()) else torch.zeros_like(is_kept)
 
 
-def _rescored(subject: Subject, replay: Replay = "off", **fields: object) -> Tensor:
+def _rescored(certified: CertifiedStep, replay: Replay = "off", **fields: object) -> Tensor:
     """Returns the trainer's log-probs of all paths, one after another, with other fields of the paths."""
 
     def changed(path: TokenPath) -> TokenPath:
@@ -152,6 +156,6 @@ def _rescored(subject: Subject, replay: Replay = "off", **fields: object) -> Ten
 
     micro_batches = [
         [TokenTree.from_paths([changed(path) for path in tree.paths], replay) for tree in trees]
-        for trees in subject.micro_batches
+        for trees in certified.micro_batches
     ]
-    return torch.cat(score(subject.tree_step, micro_batches).logprobs)
+    return torch.cat(score(certified.tree_step, micro_batches).logprobs)

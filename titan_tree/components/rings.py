@@ -9,7 +9,7 @@ the GPU writes its state there when it switches to another process. Barriers tha
 ``warp_specialize`` share keep their memory until all groups have ended, and then the kernel returns.
 
 A kernel has one producer warp, which only issues copies, and groups of four consumer warps, which compute.
-They communicate through rings: the producer fills slot after slot while consumers read earlier slots.
+They communicate through rings: the producer fills stage after stage while consumers read earlier stages.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
 class Ring(NamedTuple):
-    """STAGES slots of shared memory. One side fills them, mostly the producer by TMA; consumer groups read.
+    """Shared memory in STAGES stages. One side fills them, mostly the producer by TMA; consumer groups read.
 
-    A slot is full when the bytes of its copies, or all WRITERS, have arrived. It is empty when all READERS
-    have released it. Filling number n uses slot n % STAGES, and the parity of n // STAGES is the phase of its
-    barriers. Rings whose slots are released together share ``empty``.
+    A stage is full when the bytes of its copies, or all WRITERS, have arrived. It is empty when all READERS
+    have released it. Filling number n uses stage n % STAGES, and the parity of n // STAGES is the phase of
+    its barriers. Rings whose stages are released together share ``empty``.
     """
 
-    slots: gl.shared_memory_descriptor  # [STAGES, rows, D]
-    full: gl.shared_memory_descriptor  # [STAGES, 1] mbarriers: the slot is filled
+    stages: gl.shared_memory_descriptor  # [STAGES, rows, D]
+    full: gl.shared_memory_descriptor  # [STAGES, 1] mbarriers: the stage is filled
     empty: gl.shared_memory_descriptor  # [STAGES, 1] mbarriers: all readers are done
 
 
 @gluon.jit
-def make_ring(slots, STAGES: gl.constexpr, READERS: gl.constexpr, WRITERS: gl.constexpr = 1):
-    """A ring of these slots. READERS and WRITERS: how many arrivals empty and fill a slot."""
-    return Ring(slots, make_barriers(STAGES, WRITERS), make_barriers(STAGES, READERS))
+def make_ring(stages, STAGES: gl.constexpr, READERS: gl.constexpr, WRITERS: gl.constexpr = 1):
+    """A ring of these stages. READERS and WRITERS: how many arrivals empty and fill a stage."""
+    return Ring(stages, make_barriers(STAGES, WRITERS), make_barriers(STAGES, READERS))
 
 
 @gluon.jit
@@ -55,13 +55,13 @@ def make_barriers(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def wait_full(ring, n, STAGES: gl.constexpr):
-    """Waits until filling n is in its slot."""
+    """Waits until filling n is in its stage."""
     mbarrier.wait(ring.full.index(n % STAGES), (n // STAGES) & 1)
 
 
 @gluon.jit
 def wait_empty(ring, n, STAGES: gl.constexpr):
-    """Waits until the slot of filling n is empty. The first STAGES fillings do not wait."""
+    """Waits until the stage of filling n is empty. The first STAGES fillings do not wait."""
     mbarrier.wait(ring.empty.index(n % STAGES), ((n // STAGES) & 1) ^ 1)
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from titan_tree.errors import UserError
+from titan_tree.tree.path_fields import SamplingMask
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.routed_experts import RoutedExperts
-from titan_tree.tree.sampling_masks import SamplingMask
 from titan_tree.tree.token_tree import TokenTree
 
 TREE_ARRAYS = (

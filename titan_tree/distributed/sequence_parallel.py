@@ -1,7 +1,7 @@
 """Tree sequence parallelism: the P ranks of a group run the same trees, and each one 1/P of every layer.
 
 Embedding, norms, projections, MLPs, routers and the loss treat tokens one by one. There, rank r has the r-th
-shard of the tokens (tree/token_shards.py). Attention, the convolution and Gated DeltaNet mix tokens, but
+shard of the tokens (``TokenShard``). Attention, the convolution and Gated DeltaNet mix tokens, but
 treat heads one by one. Around them, an all-to-all gives each rank all N tokens of 1/P of the heads, and
 another one takes the outputs back (DeepSpeed-Ulysses, arXiv:2309.14509). The load is therefore even, whatever
 the shape of a tree, and the kernels see the layout, plan, chunks and gateway rows of the whole batch.
@@ -28,7 +28,7 @@ from torch import Tensor
 from titan_tree.distributed.collectives import named_group
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
-from titan_tree.tree.token_shards import TokenShard
+from titan_tree.tree.batch import TokenShard
 
 
 def check_heads(model: Decoder, num_ranks: int) -> None:

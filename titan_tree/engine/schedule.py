@@ -23,9 +23,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.batch import ALL_TOKENS, TokenShard, TreeBatch
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_shards import ALL_TOKENS, TokenShard
 from titan_tree.tree.token_tree import TokenTree
 
 Lineage = tuple[int, ...]  # of a partition: the child indices on the way from the root to it

@@ -26,11 +26,10 @@ from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.distributed.agreement import check_agreement
 from titan_tree.distributed.collectives import world_size
 from titan_tree.errors import AgreedError, UserError
-from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.batch import ALL_TOKENS, TokenShard, TreeBatch
 from titan_tree.tree.costs import ModelCosts, batch_sizes
 from titan_tree.tree.partition import one_pass
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_shards import ALL_TOKENS, TokenShard
 from titan_tree.tree.token_tree import TokenTree, reuse_ratio
 
 

@@ -27,11 +27,10 @@ from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.errors import UserError
 from titan_tree.models.block import LayerOutput
 from titan_tree.models.layers import at_least_fp32
-from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.batch import TokenShard, TreeBatch
 from titan_tree.tree.costs import ModelCosts, row_bytes
 from titan_tree.tree.layout import TreeLayout
 from titan_tree.tree.partition import PAD
-from titan_tree.tree.token_shards import TokenShard
 
 
 class BoundaryTensor(NamedTuple):

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_tree.components.tree_attention.plan import DecodingPlan
+from titan_tree.components.tree_attention.block_lists import DecodingLists
 from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.errors import UserError
 from titan_tree.models.block import Attention
@@ -31,13 +31,15 @@ from titan_tree.rl.truncation import ALL_IDS, KeptIds, Truncation
 from titan_tree.tree.layout import TreeLayout
 
 SHRINK = 0.8  # on a CPU, finished rows are dropped once at most this share of the batch is unfinished
-SLOTS = 256  # a step reads up to this many empty slots of a turn; a smaller number needs more CUDA graphs
+COLUMNS = 256  # a step reads up to this many empty columns of a turn; a smaller number needs more CUDA graphs
 READ = 32_768  # distinct tokens of contexts that one pass reads
 CPU_READ = 1024  # fewer on a CPU, where attention has a dense mask
 CACHE_SHARE = 0.4  # share of the GPU's memory that a cache may take
 # Takes queries [n, H, D], and the cached keys and values of a layer [M, K, D]. Returns [n, H, D].
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-Step = Callable[[Tensor, Tensor], Tensor]  # takes tokens [B] and a slot [1], returns logits [B, V]
+Step = Callable[
+    [Tensor, Tensor], Tensor
+]  # takes tokens [B] and their offset [1] in their turns, returns logits [B, V]
 
 
 class CachedSampler:
@@ -92,8 +94,8 @@ class CachedSampler:
         kept: list[tuple[list[int], KeptIds]] = []  # for each token: the contexts of its rows, and their ids
         cache, context_of_row, logits = self._read(contexts, max(1, *max_tokens) - 1)
         uniform = uniforms(seeds, max(max_tokens), self._device)[self._tensor(context_of_row)]
-        slot = self._tensor([0])
-        num_slots = 0  # number of slots of a turn that ``step`` reads
+        offset = self._tensor([0])
+        num_columns = 0  # number of columns of a turn that ``step`` reads
         for index in range(max(max_tokens)):
             logits = self.truncation.apply(at_temperature(logits, self.temperature))
             last_tokens, logprobs_of_rows = draw(logits, uniform[:, index])
@@ -115,13 +117,13 @@ class CachedSampler:
                 rows = self._tensor(unfinished_rows)
                 last_tokens, uniform, cache = last_tokens[rows], uniform[rows], cache.select(rows)
                 context_of_row = [context_of_row[row] for row in unfinished_rows]
-                num_slots = 0
-            if index >= num_slots:
-                num_slots = index + SLOTS
-                extend = partial(self._extend, cache=cache, plan=cache.plan(num_slots))
-                step = self._graphs.capture(extend, last_tokens, slot)
-            logits = step(last_tokens, slot)
-            slot += 1
+                num_columns = 0
+            if index >= num_columns:
+                num_columns = index + COLUMNS
+                extend = partial(self._extend, cache=cache, lists=cache.block_lists(num_columns))
+                step = self._graphs.capture(extend, last_tokens, offset)
+            logits = step(last_tokens, offset)
+            offset += 1
         if not self.truncation.is_on:
             return completions
         masks = [dict(zip(contexts_of_rows, ids.rows(), strict=True)) for contexts_of_rows, ids in kept]
@@ -187,18 +189,20 @@ class CachedSampler:
 
         return self._run(self._tensor(tokens), layout.positions, columns[-n:], cache.keys_values, attend)
 
-    def _extend(self, tokens: Tensor, slot: Tensor, cache: TreeCache, plan: DecodingPlan | None) -> Tensor:
-        """Computes one token per row, which comes to a slot of its turn.
+    def _extend(
+        self, tokens: Tensor, offset: Tensor, cache: TreeCache, lists: DecodingLists | None
+    ) -> Tensor:
+        """Computes one token per row, at an offset in its turn.
 
         Args:
             tokens: [B].
-            slot: [1].
+            offset: [1].
 
         Returns:
             Logits [B, V] after the tokens.
         """
-        position, column = cache.position + slot, cache.slot + slot
-        attend = partial(cache.attention, position=position, column=column.int(), plan=plan)
+        position, column = cache.position + offset, cache.start + offset
+        attend = partial(cache.attention, position=position, column=column.int(), lists=lists)
         return self._logits(self._run(tokens, position, column, cache.keys_values, attend))
 
     def _run(
@@ -272,7 +276,7 @@ class Graphs:
         self._newest: torch.cuda.CUDAGraph | None = None
         self._stream: torch.cuda.Stream | None = None  # one for all graphs: each stream has memory of its own
 
-    def capture(self, step: Step, tokens: Tensor, slot: Tensor) -> Step:
+    def capture(self, step: Step, tokens: Tensor, offset: Tensor) -> Step:
         """Returns ``step`` as a CUDA graph, because launching its many small kernels takes long.
 
         On a CPU, it returns ``step`` itself. A call of the graph overwrites the result of the previous call.
@@ -280,11 +284,11 @@ class Graphs:
 
         Args:
             step: a function that writes the same memory if it is called twice with the same inputs.
-            tokens, slot: inputs of the first call.
+            tokens, offset: inputs of the first call.
         """
         if not tokens.is_cuda:
             return step
-        inputs = tokens.clone(), slot.clone()
+        inputs = tokens.clone(), offset.clone()
         stream = self._stream = self._stream or torch.cuda.Stream()
         graph, pool = torch.cuda.CUDAGraph(), self._newest.pool() if self._newest else None
         stream.wait_stream(torch.cuda.current_stream())
@@ -296,9 +300,9 @@ class Graphs:
         torch.cuda.current_stream().wait_stream(stream)
         self._newest = graph
 
-        def replay(tokens: Tensor, slot: Tensor) -> Tensor:
+        def replay(tokens: Tensor, offset: Tensor) -> Tensor:
             inputs[0].copy_(tokens)
-            inputs[1].copy_(slot)
+            inputs[1].copy_(offset)
             graph.replay()
             return result
 

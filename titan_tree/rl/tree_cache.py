@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_tree.components.tree_attention import triton_kernels
+from titan_tree.components.tree_attention.block_lists import DecodingLists, decoding_lists
 from titan_tree.components.tree_attention.operator import PLAIN
-from titan_tree.components.tree_attention.plan import DecodingPlan, decoding_plan
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
@@ -32,7 +32,7 @@ class Forest(NamedTuple):
         path: [B], the path of ``contexts`` that is each row's context.
         last: [B], the token of ``contexts`` that ends the context of each row.
         column: [N], the column of each token.
-        slot: [B], the column of the first token of each turn. The others follow it.
+        start: [B], the column of the first token of each turn. The others follow it.
         end: [M], the exclusive end of each column's subtree, see ``TreeLayout``.
     """
 
@@ -41,7 +41,7 @@ class Forest(NamedTuple):
     path: np.ndarray
     last: np.ndarray
     column: np.ndarray
-    slot: np.ndarray
+    start: np.ndarray
     end: np.ndarray
 
     @staticmethod
@@ -55,11 +55,11 @@ class Forest(NamedTuple):
         last, path = last[row], path[row]
         token = np.arange(len(tree) + 1)
         columns = token + size * np.searchsorted(last, token)  # after the turns of all rows that end earlier
-        slot = last + 1 + size * np.arange(len(last))
+        start = last + 1 + size * np.arange(len(last))
         end = np.empty(columns[-1], np.int32)
         end[columns[:-1]] = columns[tree.subtree_end]
-        end[slot[:, None] + np.arange(size)] = slot[:, None] + size
-        return Forest(tree, row, path, last, columns[:-1], slot, end)
+        end[start[:, None] + np.arange(size)] = start[:, None] + size
+        return Forest(tree, row, path, last, columns[:-1], start, end)
 
 
 class TreeCache(NamedTuple):
@@ -68,7 +68,7 @@ class TreeCache(NamedTuple):
     Attributes:
         keys_values: [L, 2, M, K, D].
         end: [M] int32, see ``Forest``.
-        slot: [B], the column of the first token of each turn.
+        start: [B], the column of the first token of each turn.
         position: [B], the position of this token.
         size: T.
         seen: [B, P + T], the columns of each row's context of up to P tokens, and of its turn. None if the
@@ -77,7 +77,7 @@ class TreeCache(NamedTuple):
 
     keys_values: Tensor
     end: Tensor
-    slot: Tensor
+    start: Tensor
     position: Tensor
     size: int
     seen: Tensor | None
@@ -90,29 +90,29 @@ class TreeCache(NamedTuple):
         seen, (keys, values) = None, keys_values[0]
         if device.type == "cpu" or triton_kernels.refusal(keys, values, PLAIN, deterministic=False):
             seen = torch.zeros(len(position), position.max() + size, dtype=torch.long)
-            for row, (i, slot) in enumerate(zip(forest.path, forest.slot, strict=True)):
-                columns = np.append(forest.column[forest.contexts.indices_of(i)], slot + np.arange(size))
+            for row, (i, start) in enumerate(zip(forest.path, forest.start, strict=True)):
+                columns = np.append(forest.column[forest.contexts.indices_of(i)], start + np.arange(size))
                 seen[row, : len(columns)] = torch.from_numpy(columns)
             seen = seen.to(device)
-        end, slot, position = (torch.from_numpy(x).to(device) for x in (forest.end, forest.slot, position))
-        return TreeCache(keys_values, end, slot, position, size, seen)
+        end, start, position = (torch.from_numpy(x).to(device) for x in (forest.end, forest.start, position))
+        return TreeCache(keys_values, end, start, position, size, seen)
 
     def select(self, rows: Tensor) -> TreeCache:
         """Returns the cache of some rows. It shares the memory of keys and values."""
         seen = None if self.seen is None else self.seen[rows]
-        return self._replace(slot=self.slot[rows], position=self.position[rows], seen=seen)
+        return self._replace(start=self.start[rows], position=self.position[rows], seen=seen)
 
-    def plan(self, slots: int) -> DecodingPlan | None:
-        """Returns what ``decode`` reads for the first ``slots`` tokens of each turn; with ``seen``, None."""
+    def block_lists(self, num_columns: int) -> DecodingLists | None:
+        """Returns what ``decode`` reads for the first ``num_columns`` of each turn; with ``seen``, None."""
         if self.seen is not None:
             return None
-        slots = min(slots, self.size)
-        unused = self.slot[:, None] + torch.arange(slots, self.size, device=self.slot.device)
+        num_columns = min(num_columns, self.size)
+        unused = self.start[:, None] + torch.arange(num_columns, self.size, device=self.start.device)
         end = self.end.index_fill(0, unused.flatten(), 0)
-        return decoding_plan(end, self.slot.int(), self.slot.int() + (slots - 1))
+        return decoding_lists(end, self.start.int(), self.start.int() + (num_columns - 1))
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, column: Tensor, plan: DecodingPlan | None
+        self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, column: Tensor, lists: DecodingLists | None
     ) -> Tensor:
         """Returns the attention [B, H, D] of one token of each turn.
 
@@ -120,10 +120,10 @@ class TreeCache(NamedTuple):
             q: [B, H, D].
             k, v: [M, K, D], keys and values of a layer.
             position, column: [B], those of the token. Columns are int32.
-            plan: the result of ``plan``.
+            lists: the result of ``block_lists``.
         """
-        if plan is not None:
-            return triton_kernels.decode(q, k, v, self.end, column, plan)
+        if lists is not None:
+            return triton_kernels.decode(q, k, v, self.end, column, lists)
         assert self.seen is not None
         visible = torch.arange(self.seen.shape[1], device=q.device) <= position[:, None]
         q, k, v = q[:, :, None], k[self.seen].transpose(1, 2), v[self.seen].transpose(1, 2)

@@ -143,10 +143,10 @@ class _ScoreRun:
         progress = call_on_rank_0(lambda: self.output.open(self._description()))
         done = ScoreTotals(**progress or {})
         groups = islice(named_groups(self.reader.files.groups(self.open_file)), done.groups, None)
-        slot, slots = rank() // self.sharing, world_size() // self.sharing
+        worker, num_workers = rank() // self.sharing, world_size() // self.sharing
         size = self.config.data.global_batch_groups
         while batch := call_on_all_ranks(lambda: list(islice(groups, size))):
-            parts = self._gather(self._score(batch[slot::slots]))
+            parts = self._gather(self._score(batch[worker::num_workers]))
             done = call_on_rank_0(partial(self._write, parts, len(batch), done))
         call_on_rank_0(self._finish)
         return done
@@ -154,7 +154,7 @@ class _ScoreRun:
     def _write(
         self, parts: Sequence[Sequence[tuple[str, ScoreTotals]]], num_groups: int, done: ScoreTotals
     ) -> ScoreTotals:
-        """Writes the results of each slot in the order of the groups, and returns the totals so far."""
+        """Writes the results of each worker in the order of the groups, and returns the totals so far."""
         results = [parts[i % len(parts)][i // len(parts)] for i in range(num_groups)]
         done = sum((totals for _, totals in results), done)
         self.output.append([text for text, _ in results], dataclasses.asdict(done))
@@ -232,7 +232,7 @@ class _ScoreRun:
         return "".join(lines), totals
 
     def _gather(self, results: list[tuple[str, ScoreTotals]]) -> list[list[tuple[str, ScoreTotals]]]:
-        """Returns the results of all slots on rank 0, and [] on other ranks."""
+        """Returns the results of all workers on rank 0, and [] on other ranks."""
         if world_size() == 1:
             return [results]
         by_rank = [results] * world_size() if rank() == 0 else None

@@ -3,15 +3,13 @@
 In reading order:
 
 paths.py           TokenPath: one training sample
-path_fields.py     the fields of a TokenPath as checked arrays
-sampling_masks.py  the token ids that sampling kept for each token
+path_fields.py     the fields of a TokenPath as checked arrays, and its SamplingMask
 token_tree.py      TokenTree: paths merged by shared prefixes, every distinct token once
 routed_experts.py  the experts that sampling recorded, merged like the tokens
 pairs.py           PathPairs: the (edge, path) pairs on which losses run
-partition.py       Partition, PartitionPlan: a tree cut into pieces, each run in one forward pass
+partition.py       Partition, PartitionPlan: a tree cut into parts, each run in one forward pass
 gateway.py         the rows of the gateway cache that each partition reads and writes
 chunks.py          runs of up to 64 tokens that a recurrent layer processes at once; Chains orders them
 layout.py          TreeLayout: the metadata that attention and recurrent layers read
-token_shards.py    the tokens and edges of one rank of a sequence-parallel group
-batch.py           TreeBatch: the tensors of one forward pass
+batch.py           TreeBatch: the tensors of one forward pass; TokenShard: those of one rank
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -17,13 +17,13 @@ from titan_tree.tree.gateway import (
     NO_CACHE_ROWS,
     CacheRows,
     GatewayAccess,
-    plan_gateway_cache,
+    gateway_accesses,
     predecessors,
 )
 from titan_tree.tree.layout import TreeLayout
 from titan_tree.tree.pairs import Edges, TreePairs, merged_pairs, tree_pairs
 from titan_tree.tree.partition import Partition, PartitionPlan, one_pass
-from titan_tree.tree.sampling_masks import SamplingMask
+from titan_tree.tree.path_fields import SamplingMask
 from titan_tree.tree.token_tree import TokenTree
 
 
@@ -89,9 +89,15 @@ class PathPairs:
 
 # Fields of PathPairs with one number per path; the others have one per pair.
 PER_PATH = (
-    *("path_number", "weight", "loss_tokens", "rollout_tokens"),
-    *("rollout_log_ratio", "rollout_divergence"),
-    *("is_chosen", "is_mismatched", "partner"),
+    "path_number",
+    "weight",
+    "loss_tokens",
+    "rollout_tokens",
+    "rollout_log_ratio",
+    "rollout_divergence",
+    "is_chosen",
+    "is_mismatched",
+    "partner",
 )
 PER_PAIR = tuple(f.name for f in dataclasses.fields(PathPairs) if f.name not in (*PER_PATH, "edge"))
 
@@ -173,7 +179,7 @@ class TreeBatch:
         own_number = np.empty(len(sources), np.int64)  # of each edge, within its partition
         for chosen in edges_of:
             own_number[chosen] = np.arange(len(chosen))
-        accesses = plan_gateway_cache(tree, plan.partitions) if num > 1 else [None]
+        accesses = gateway_accesses(tree, plan.partitions) if num > 1 else [None]
         batches = []
         for i, (partition, access) in enumerate(zip(plan.partitions, accesses, strict=True)):
             batches.append(
@@ -331,3 +337,68 @@ def _map(record: B, function: Callable[[Tensor | TreeLayout], object]) -> B:
         field.name: mapped(getattr(record, field.name)) for field in dataclasses.fields(record)
     }
     return dataclasses.replace(record, **values)
+
+
+class TokenShard(NamedTuple):
+    """Which part of the tokens of every batch a rank computes: shard ``rank`` of ``num_ranks``.
+
+    The P ranks of a sequence-parallel group run the same trees. Everything that treats tokens one by one runs
+    on an even split of the tokens in DFS order. Whatever mixes tokens runs on all tokens, for 1/P of the
+    heads (distributed/sequence_parallel.py). The layout of a shard therefore keeps the mask, chunks and
+    exports of the whole batch; only positions and numbers of paths are those of its own tokens.
+
+    An edge and its pairs belong to the rank that has the edge's source. The token to predict is stored with
+    the edge, so it does not matter which rank has that token.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+
+    def sizes(self, num_tokens: int) -> list[int]:
+        """Returns the number of tokens of each rank. The first ranks have one more than the last ones.
+
+        >>> TokenShard(0, 4).sizes(10)
+        [3, 3, 2, 2]
+        """
+        return [(num_tokens + self.num_ranks - 1 - rank) // self.num_ranks for rank in range(self.num_ranks)]
+
+    def tokens(self, num_tokens: int) -> slice:
+        """Returns the tokens of this rank.
+
+        >>> TokenShard(1, 4).tokens(10)
+        slice(3, 6, None)
+        """
+        sizes = self.sizes(num_tokens)
+        first = sum(sizes[: self.rank])
+        return slice(first, first + sizes[self.rank])
+
+    def of(self, batch: TreeBatch) -> TreeBatch:
+        """Returns this rank's shard of a batch. Edges keep their order and their ``edge_number``.
+
+        ``n_logical`` stays that of the whole batch.
+        """
+        if self.num_ranks == 1:
+            return batch
+        tokens = self.tokens(len(batch))
+        is_own = (batch.edge_source >= tokens.start) & (batch.edge_source < tokens.stop)
+        layout, routed = batch.layout, batch.routed_experts
+        temperature, support = batch.edge_temperature, batch.edge_support
+        if support is not None:
+            support = support[:, is_own[support[0]]]
+            support = torch.stack([is_own.cumsum(0)[support[0]] - 1, support[1]])
+        num_paths = None if layout.num_paths is None else layout.num_paths[tokens]
+        return dataclasses.replace(
+            batch,
+            tokens=batch.tokens[tokens],
+            layout=dataclasses.replace(layout, positions=layout.positions[tokens], num_paths=num_paths),
+            edge_source=batch.edge_source[is_own] - tokens.start,
+            edge_label=batch.edge_label[is_own],
+            edge_number=batch.edge_number[is_own],
+            pairs=batch.pairs.of_edges(is_own),
+            edge_temperature=None if temperature is None else temperature[is_own],
+            edge_support=support,
+            routed_experts=None if routed is None else routed[:, tokens],
+        )
+
+
+ALL_TOKENS = TokenShard()  # the shard of a rank that computes whole batches

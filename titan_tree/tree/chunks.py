@@ -61,9 +61,9 @@ def make_chunks(predecessor: np.ndarray, exports: np.ndarray, size: int = CHUNK)
     branches_from = predecessor[first]
     ends = np.concatenate([first, branches_from[branches_from >= 0] + 1, exports + 1, [n]])
     bounds = np.unique(ends)  # of runs; runs longer than ``size`` are divided below
-    num_pieces = -(-np.diff(bounds) // size)
-    piece = np.arange(num_pieces.sum()) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
-    start = np.append(np.repeat(bounds[:-1], num_pieces) + size * piece, n)
+    num_chunks = -(-np.diff(bounds) // size)
+    number = np.arange(num_chunks.sum()) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
+    start = np.append(np.repeat(bounds[:-1], num_chunks) + size * number, n)
     last = predecessor[start[:-1]]
     before = np.where(last >= 0, np.searchsorted(start, last, side="right") - 1, last)
     exported = np.searchsorted(start, exports, side="right") - 1

@@ -58,13 +58,13 @@ class GatewayAccess:
     >>> tree = TokenTree.from_paths(paths)
     >>> parts = [(-1, [0, 1], []), (0, [2], [0, 1]), (1, [3, 4, 5], [0, 1, 2]), (0, [6], [0, 1])]
     >>> plan = [in_tree_order(tree, parent, *map(np.array, tokens)) for parent, *tokens in parts]
-    >>> for number, access in enumerate(plan_gateway_cache(tree, plan)):
+    >>> for number, access in enumerate(gateway_accesses(tree, plan)):
     ...     print(number, *access.cache_offset, access.exports, access.state_exports, access.context_rows)
     0 2 2 [0 1] [1 1] []
     1 4 4 [0 0] [0 0] [2 3]
     2 6 6 [2 2] [2 2] [2 3 4]
     3 4 4 [0 0] [0 0] [2 3]
-    >>> print(access.predecessor, plan_gateway_cache(tree, plan)[2].predecessor)  # -2 - row: read this state
+    >>> print(access.predecessor, gateway_accesses(tree, plan)[2].predecessor)  # -2 - row: read this state
     [-4] [-6  0 -6]
     """
 
@@ -75,8 +75,8 @@ class GatewayAccess:
     predecessor: np.ndarray  # [n] int32, see ``TreeLayout.predecessor``
 
 
-def plan_gateway_cache(tree: TokenTree, partitions: Sequence[Partition]) -> list[GatewayAccess]:
-    """Plans the gateway cache for the partitions of a plan and returns the access of each one.
+def gateway_accesses(tree: TokenTree, partitions: Sequence[Partition]) -> list[GatewayAccess]:
+    """Returns how each partition of a plan accesses the gateway cache.
 
     A partition exports the keys and values of all own tokens in the context of one of its children. A context
     token that the parent does not own is in the parent's context, so a partition above already exported it.

@@ -61,15 +61,15 @@ class TreeLayout:
     num_paths: Tensor | None = None  # [N] float32
 
     # Derived by components from the fields above, once per batch.
-    attention_plan: Mapping[int | None, Any] | None = None  # a backend's plans, by the layers' windows
+    prepared_attention: Mapping[int | None, Any] | None = None  # by a backend, per sliding window
     conv_index: tuple[Tensor, ...] | None = None  # which inputs each window of the convolution reads
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeLayout:
-        """Returns the layout on another device, without plans: components derive them again."""
+        """Returns the layout on another device, without what components prepared: they do it again."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> TreeLayout:
-        """Returns the layout in page-locked host memory, without plans."""
+        """Returns the layout in page-locked host memory, without what components prepared."""
         return self._map(Tensor.pin_memory)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> TreeLayout:
@@ -81,14 +81,14 @@ class TreeLayout:
         values: dict[str, Any] = {
             field.name: mapped(getattr(self, field.name)) for field in dataclasses.fields(self)
         }
-        return dataclasses.replace(self, **values | {"attention_plan": None, "conv_index": None})
+        return dataclasses.replace(self, **values | {"prepared_attention": None, "conv_index": None})
 
     def for_attention(self) -> TreeLayout:
         """Returns the layout without the fields for recurrent layers."""
         return dataclasses.replace(self, predecessor=None, state_exports=None, chunks=None, chains=None)
 
-    def with_plan(self, plan: Mapping[int | None, Any]) -> TreeLayout:
-        return dataclasses.replace(self, attention_plan=plan)
+    def with_prepared(self, prepared: Mapping[int | None, Any]) -> TreeLayout:
+        return dataclasses.replace(self, prepared_attention=prepared)
 
     def dense_mask(self) -> Tensor:
         """Returns the attention mask, [N, M] bool, which defines what kernels compute. For small trees."""

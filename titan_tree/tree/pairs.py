@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from titan_tree.errors import UserError
+from titan_tree.tree.path_fields import SamplingMask
 from titan_tree.tree.paths import PER_TOKEN, TokenPath
-from titan_tree.tree.sampling_masks import SamplingMask
 from titan_tree.tree.token_tree import TokenTree
 
 MAX_LOG_RATIO = 20.0  # of importance weights and of divergences; verl has the same bound

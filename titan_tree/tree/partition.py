@@ -1,4 +1,4 @@
-"""Partition and PartitionPlan: a token tree cut into pieces, each run in one forward pass.
+"""Partition and PartitionPlan: a token tree cut into parts, each run in one forward pass.
 
 A partition runs its *own* tokens. Attention also needs their ancestors. Ancestors that are not own tokens are
 the partition's *context*: other partitions ran them, and their keys and values come from the gateway cache

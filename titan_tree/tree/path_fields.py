@@ -1,13 +1,13 @@
 """Converts the fields of a TokenPath to NumPy arrays and checks them. Errors name the field.
 
-T is the number of tokens of the path.
+T is the number of tokens of the path, and S the number of ids in its sampling mask.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import SupportsFloat, cast
+from typing import NamedTuple, SupportsFloat, cast
 
 import numpy as np
 
@@ -19,6 +19,32 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 FLOAT32_ZERO = 2.0**-150  # the largest number that float32 rounds to 0
 MAX_LOGPROB = 0.01  # a log-prob is at most 0; engines that round may report slightly more
 MAX_NUMBER = 1e12  # of numbers in the loss: the product of a weight, a mask and an advantage fits float32
+
+
+LISTS = "a list of token ids for each token"  # of a sampling mask
+
+
+class SamplingMask(NamedTuple):
+    """The token ids that top-p, top-k or min-p sampling kept when it drew each token, token after token.
+
+    Truncated sampling draws from a distribution over these ids alone. A trainer that normalizes log-probs
+    over the whole vocabulary changes every ratio of the two policies by the mass that was cut off. With the
+    mask, it normalizes over the same ids (Keep Sampling Mask, arXiv:2512.02556, section 3.1).
+    """
+
+    sizes: np.ndarray  # [T] int32: how many ids it kept; 0: the whole vocabulary
+    ids: np.ndarray  # [S] int32
+
+    def of_tokens(self, tokens: np.ndarray) -> SamplingMask:
+        """Returns the mask of the chosen ``tokens`` [t] int64, in their order."""
+        sizes = self.sizes[tokens]
+        shifts = _starts(self.sizes)[tokens] - _starts(sizes)
+        index = np.repeat(shifts, sizes) + np.arange(sizes.sum(dtype=np.int64))
+        return SamplingMask(sizes, self.ids[index])
+
+    def by_token(self) -> list[np.ndarray]:
+        """Returns the ids of each token."""
+        return np.split(self.ids, np.cumsum(self.sizes))[:-1]
 
 
 def wrong(field: str, expected: str, got: object) -> UserError:
@@ -157,6 +183,36 @@ def expert_array(value: object, num_tokens: int) -> np.ndarray:
     return padded
 
 
+def sampling_mask_of(value: object, tokens: np.ndarray, loss_mask: np.ndarray) -> SamplingMask | None:
+    """Returns the mask of a path; see ``TokenPath``. None: the whole vocabulary for all tokens.
+
+    Args:
+        value: a SamplingMask, or a list of T lists of ids. None and [] stand for the whole vocabulary.
+        tokens, loss_mask: [T] each. A token that the loss counts must be among its ids.
+    """
+    sizes, ids = value if isinstance(value, SamplingMask) else _flat(value)
+    sizes, ids = integer_array("sampling_mask", sizes, "sizes"), integer_array("sampling_mask", ids, "ids")
+    if sizes.shape != tokens.shape or ids.shape != (sizes.sum(dtype=np.int64),):
+        expected = f"{len(tokens)} lists of token ids, one per token"
+        raise wrong("sampling_mask", expected, f"{len(sizes)} lists of {ids.size} ids in total")
+    is_counted = loss_mask > 0
+    is_counted[0] = False  # nothing predicts the first token
+    token_of_id = np.repeat(np.arange(len(tokens)), sizes)
+    is_kept = sizes == 0
+    is_kept[token_of_id[ids == tokens[token_of_id]]] = True
+    if (bad := is_counted & ~is_kept).any():
+        token = int(bad.argmax())
+        got = shorten(ids[token_of_id == token].tolist())
+        raise wrong(
+            f"sampling_mask of token {token}",
+            f"the sampled id {tokens[token]} among the ids that sampling kept",
+            f"{got}; entry t of the mask belongs to tokens[t]",
+        )
+    # Other entries are never used. Without them, masks are equal where they are used equally.
+    ids = ids[is_counted[token_of_id]]
+    return SamplingMask(np.where(is_counted, sizes, np.int32(0)), ids) if len(ids) else None
+
+
 def any_array(field: str, value: object, expected: str, got: str = "a nested list") -> np.ndarray:
     """Returns an array of any type. ``expected`` and ``got`` are for the error of what is none."""
     try:
@@ -214,3 +270,19 @@ def _per_token(field: str, array: np.ndarray, num_tokens: int) -> np.ndarray:
 
 def _size(array: np.ndarray) -> str:
     return f"{len(array)}" if array.ndim == 1 else f"shape {array.shape}"
+
+
+def _flat(value: object) -> SamplingMask:
+    if not isinstance(value, list | tuple):
+        raise wrong("sampling_mask", LISTS, shorten(value))
+    lists = [[] if ids is None else ids for ids in value]
+    try:
+        sizes = np.array([len(ids) for ids in lists], np.int64)
+        return SamplingMask(sizes, np.concatenate([sizes[:0], *(ids for ids in lists if len(ids))]))
+    except (TypeError, ValueError):  # a number in place of a list, or lists within lists
+        raise wrong("sampling_mask", LISTS, shorten(value)) from None
+
+
+def _starts(sizes: np.ndarray) -> np.ndarray:
+    starts: np.ndarray = np.cumsum(sizes, dtype=np.int64) - sizes
+    return starts

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -12,16 +13,17 @@ from numpy.typing import ArrayLike
 from titan_tree.errors import UserError, shorten
 from titan_tree.tree.path_fields import (
     FLOAT32_MAX,
+    SamplingMask,
     advantage_array,
     expert_array,
     logprob_array,
     mask_array,
     number,
+    sampling_mask_of,
     token_array,
     version_array,
     wrong,
 )
-from titan_tree.tree.sampling_masks import SamplingMask, sampling_mask
 
 Logprobs = Sequence[float | None] | ArrayLike  # None and NaN: the token was not scored
 
@@ -46,7 +48,7 @@ class ModelLimits(NamedTuple):
     experts: ExpertSizes | None = None  # sizes that recorded experts must have
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class TokenPath:
     """One training sample of T >= 1 tokens. Entry t of every per-token array belongs to ``tokens[t]``.
 
@@ -103,55 +105,72 @@ class TokenPath:
     """
 
     tokens: np.ndarray
-    loss_mask: np.ndarray = None  # type: ignore[assignment]  # filled in by __post_init__
-    weight: float = 1.0
-    advantage: np.ndarray | None = None
-    old_logprobs: np.ndarray | None = None
-    ref_logprobs: np.ndarray | None = None
-    routed_experts: np.ndarray | None = None
-    id: str = ""
-    rollout_logprobs: np.ndarray | None = None
-    temperature: float = 1.0
-    policy_version: np.ndarray | None = None
-    rollout_tokens: float | None = None
-    preference: str | None = None
-    pair: str | None = None
-    edge_weight: np.ndarray | None = field(default=None, init=False)
-    is_first: np.ndarray | None = field(default=None, init=False)
-    sampling_mask: SamplingMask | None = None
-    shifted_old_logprobs: InitVar[object] = None
-    shifted_ref_logprobs: InitVar[object] = None
-    shifted_rollout_logprobs: InitVar[object] = None
+    loss_mask: np.ndarray
+    weight: float
+    advantage: np.ndarray | None
+    old_logprobs: np.ndarray | None
+    ref_logprobs: np.ndarray | None
+    routed_experts: np.ndarray | None
+    id: str
+    rollout_logprobs: np.ndarray | None
+    temperature: float
+    policy_version: np.ndarray | None
+    rollout_tokens: float | None
+    preference: str | None
+    pair: str | None
+    edge_weight: np.ndarray | None = field(init=False)
+    is_first: np.ndarray | None = field(init=False)
+    sampling_mask: SamplingMask | None
 
-    if TYPE_CHECKING:  # the constructor accepts more types than the fields have
-
-        def __init__(
-            self,
-            tokens: ArrayLike,
-            loss_mask: ArrayLike | None = None,
-            weight: float = 1.0,
-            advantage: ArrayLike | None = None,
-            old_logprobs: Logprobs | None = None,
-            ref_logprobs: Logprobs | None = None,
-            routed_experts: ArrayLike | None = None,
-            id: str = "",
-            rollout_logprobs: Logprobs | None = None,
-            temperature: float = 1.0,
-            policy_version: ArrayLike | None = None,
-            rollout_tokens: float | None = None,
-            preference: str | None = None,
-            pair: str | None = None,
-            sampling_mask: SamplingMask | Sequence[Sequence[int] | np.ndarray | None] | None = None,
-            shifted_old_logprobs: Logprobs | None = None,
-            shifted_ref_logprobs: Logprobs | None = None,
-            shifted_rollout_logprobs: Logprobs | None = None,
-        ) -> None: ...
-
-    def __post_init__(self, *shifted_logprobs: object) -> None:
-        try:
-            self._convert(shifted_logprobs)
-        except UserError as error:
-            raise self._error(error) from None
+    def __init__(
+        self,
+        tokens: ArrayLike,
+        loss_mask: ArrayLike | None = None,
+        weight: float = 1.0,
+        advantage: ArrayLike | None = None,
+        old_logprobs: Logprobs | None = None,
+        ref_logprobs: Logprobs | None = None,
+        routed_experts: ArrayLike | None = None,
+        id: str = "",
+        rollout_logprobs: Logprobs | None = None,
+        temperature: float = 1.0,
+        policy_version: ArrayLike | None = None,
+        rollout_tokens: float | None = None,
+        preference: str | None = None,
+        pair: str | None = None,
+        sampling_mask: SamplingMask | Sequence[Sequence[int] | np.ndarray | None] | None = None,
+        shifted_old_logprobs: Logprobs | None = None,
+        shifted_ref_logprobs: Logprobs | None = None,
+        shifted_rollout_logprobs: Logprobs | None = None,
+    ) -> None:
+        self.id, self.edge_weight, self.is_first = id, None, None
+        with self._named_errors():
+            self.tokens = token_array(tokens)
+            size = len(self.tokens)
+            mask = (
+                np.ones(size, np.float32) if loss_mask is None else mask_array("loss_mask", loss_mask, size)
+            )
+            self.loss_mask = mask
+            self.weight = number("weight", weight, "a number from 0 to 1e12", lambda x: x >= 0)
+            self.advantage = None if advantage is None else advantage_array("advantage", advantage, size)
+            self.old_logprobs = logprob_array("old_logprobs", old_logprobs, shifted_old_logprobs, mask)
+            self.ref_logprobs = logprob_array("ref_logprobs", ref_logprobs, shifted_ref_logprobs, mask)
+            self.rollout_logprobs = logprob_array(
+                "rollout_logprobs", rollout_logprobs, shifted_rollout_logprobs, mask
+            )
+            self.routed_experts = None if routed_experts is None else expert_array(routed_experts, size)
+            expected = "a number > 0 and up to 1e12"
+            self.temperature = number("temperature", temperature, expected, lambda x: x > 0)
+            self.policy_version = None
+            if policy_version is not None:
+                self.policy_version = version_array("policy_version", policy_version, mask)
+            self.sampling_mask = None
+            if sampling_mask is not None:
+                self.sampling_mask = sampling_mask_of(sampling_mask, self.tokens, mask)
+            self.rollout_tokens = self._rollout_tokens(rollout_tokens)
+            self.preference, self.pair = None, pair
+            if preference is not None:
+                self.set_preference(preference, pair)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -194,42 +213,15 @@ class TokenPath:
         Raises:
             UserError: the path is too long, or it holds token ids, layers or experts that the model lacks.
         """
-        try:
+        with self._named_errors():
             self._check_limits(limits)
-        except UserError as error:
-            raise self._error(error) from None
 
-    def _convert(self, shifted_logprobs: Sequence[object]) -> None:
-        self.tokens = token_array(self.tokens)
-        size = len(self.tokens)
-        if self.loss_mask is None:
-            self.loss_mask = np.ones(size, np.float32)
-        else:
-            self.loss_mask = mask_array("loss_mask", self.loss_mask, size)
-        self.weight = number("weight", self.weight, "a number from 0 to 1e12", lambda x: x >= 0)
-        if self.advantage is not None:
-            self.advantage = advantage_array("advantage", self.advantage, size)
-        for name, shifted in zip(LOGPROBS, shifted_logprobs, strict=True):
-            setattr(self, name, logprob_array(name, getattr(self, name), shifted, self.loss_mask))
-        if self.routed_experts is not None:
-            self.routed_experts = expert_array(self.routed_experts, size)
-        expected = "a number > 0 and up to 1e12"
-        self.temperature = number("temperature", self.temperature, expected, lambda x: x > 0)
-        if self.policy_version is not None:
-            self.policy_version = version_array("policy_version", self.policy_version, self.loss_mask)
-        if self.sampling_mask is not None:
-            self.sampling_mask = sampling_mask(self.sampling_mask, self.tokens, self.loss_mask)
-        if self.rollout_tokens is not None:
-            loss_tokens = self.loss_tokens
-            self.rollout_tokens = number(
-                "rollout_tokens",
-                self.rollout_tokens,
-                f"at least the path's own {loss_tokens:g} loss tokens",
-                lambda x: x >= loss_tokens * (1 - 1e-6),
-                FLOAT32_MAX,
-            )
-        if self.preference is not None:
-            self.set_preference(self.preference, self.pair)
+    def _rollout_tokens(self, value: object) -> float | None:
+        if value is None:
+            return None
+        own = self.loss_tokens
+        expected = f"at least the path's own {own:g} loss tokens"
+        return number("rollout_tokens", value, expected, lambda x: x >= own * (1 - 1e-6), FLOAT32_MAX)
 
     def _check_limits(self, limits: ModelLimits) -> None:
         max_positions, vocab_size, experts = limits
@@ -267,5 +259,9 @@ class TokenPath:
                 self.routed_experts[token, layer].tolist(),
             )
 
-    def _error(self, error: UserError) -> UserError:
-        return UserError(f"path {self.id or '?'}: {error}")
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except UserError as error:
+            raise UserError(f"path {self.id or '?'}: {error}") from None

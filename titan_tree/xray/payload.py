@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
 
@@ -37,9 +38,24 @@ PAGE_TEXT = 4_000_000  # characters of all texts together
 LEAST_TEXT = 24  # characters that each segment may show nevertheless
 BYTES_PER_TOKEN = 4  # of English and code, for estimates
 SHOWN_SAMPLES = 8  # of a run
-PIECE = 2_000  # tokens of each of their pieces, at most
-MOST_PIECES = 40
+EXCERPT = 2_000  # tokens of each of their excerpts, at most
+MOST_EXCERPTS = 40
 SUMS = ("n_calls", "n_flat", "n_leaf", "n_tree")
+
+
+@dataclass
+class Reason:
+    """Why paths diverge.
+
+    Attributes:
+        number: its place in the order in which reasons were found.
+        points: the number of branch points that it explains.
+        tokens: the tokens of segments for which it is the last reason above them.
+    """
+
+    number: int
+    points: int = 0
+    tokens: int = 0
 
 
 class Xray:
@@ -73,7 +89,7 @@ class Xray:
         self._ungrouped = UngroupedLines()
         self._trees: list[dict[str, Any]] = []
         self._repeats = np.zeros(len(KINDS), np.int64)
-        self._reasons: dict[str, list[int]] = {}  # number in the payload, branch points, tokens
+        self._reasons: dict[str, Reason] = {}
         self._totals: Counter[str] = Counter(
             dict.fromkeys(("groups", "samples", "calls", *SUMS, "points"), 0)
         )
@@ -105,11 +121,11 @@ class Xray:
         self._trees.sort(
             key=lambda tree: -tree.get("loss", -1.0) if is_scored else tree["n_tree"] - tree["n_calls"]
         )
-        names = sorted(self._reasons, key=lambda name: -self._reasons[name][1])
-        numbers = {self._reasons[name][0]: number for number, name in enumerate(names)} | {-1: -1}
+        by_points = sorted(self._reasons.items(), key=lambda item: -item[1].points)
+        numbers = {reason.number: number for number, (_, reason) in enumerate(by_points)} | {-1: -1}
         for tree in self._trees:
             tree["reason"] = [numbers[number] for number in tree["reason"]]
-        reasons = [(name, self._reasons[name][1], self._reasons[name][2]) for name in names]
+        reasons = [(name, reason.points, reason.tokens) for name, reason in by_points]
         unit = "byte" if self._renderer.has_bytes else "token"
         repeats = self._repeats.tolist()
         return {
@@ -142,13 +158,13 @@ class Xray:
         segments = find_segments(tree, self._tree_kinds(tree, rendered))
         decode = self._renderer.decode
         of_segment, points, total = find_reasons(tree, segments, decode, self._renderer.header)
-        for reason, number in points.items():
-            self._reasons.setdefault(reason, [len(self._reasons), 0, 0])[1] += number
+        for name, number in points.items():
+            self._reasons.setdefault(name, Reason(len(self._reasons))).points += number
         nearest: list[str | None] = []  # the last reason on the way to each segment
         for number, parent in enumerate(segments.parent.tolist()):
             nearest.append(of_segment.get(number, nearest[parent] if parent >= 0 else None))
             if (last := nearest[number]) is not None:
-                self._reasons[last][2] += int(segments.tokens[number])
+                self._reasons[last].tokens += int(segments.tokens[number])
         stats = tree.stats
         sizes = {
             "n_calls": segments.n_calls,
@@ -174,7 +190,7 @@ class Xray:
                 "kind": segments.kind.tolist(),
                 "text": texts(tree, segments, decode) if self._has_text else None,
                 "reason": [
-                    self._reasons[of_segment[i]][0] if i in of_segment else -1
+                    self._reasons[of_segment[i]].number if i in of_segment else -1
                     for i in range(len(segments.first))
                 ],
                 **({} if scored is None else {"logprob": scored[0], "loss": scored[1]}),
@@ -225,11 +241,11 @@ class Xray:
         path = rendered[0].path
         is_trained = path.loss_mask > 0
         cuts = [0, *(np.flatnonzero(np.diff(is_trained)) + 1).tolist(), len(path)]
-        pieces = [
-            (self._renderer.decode(path.tokens[start : min(end, start + PIECE)]), int(is_trained[start]))
-            for start, end in islice(pairwise(cuts), MOST_PIECES)
+        excerpts = [
+            (self._renderer.decode(path.tokens[start : min(end, start + EXCERPT)]), int(is_trained[start]))
+            for start, end in islice(pairwise(cuts), MOST_EXCERPTS)
         ]
-        self._shown.append({"title": path.id, "pieces": pieces})
+        self._shown.append({"title": path.id, "excerpts": excerpts})
 
     def _notes(self) -> list[str]:
         """Returns what limits the numbers."""
@@ -310,7 +326,7 @@ def _samples(segments: Segments, rendered: Sequence[RenderedPath]) -> Iterator[d
 
 
 def _partitions(tree: TokenTree, segments: Segments, max_tokens: int) -> list[list[int]]:
-    """Returns [segment, first token, end token, partition] per piece; tokens count from the segment on."""
+    """Returns [segment, first token, end token, partition] per run; tokens count from the segment on."""
     from titan_tree.components.tree_partitioner.partitioner import TreePartitioner  # imports torch
 
     plan = TreePartitioner("redundancy_free", max_tokens).plan(tree)

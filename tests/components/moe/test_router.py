@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.oracle import relative_error
-from titan_tree.components.moe.router import router_logits
+from titan_tree.components.moe.kernels import router_logits
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

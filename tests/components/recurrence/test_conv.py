@@ -320,7 +320,7 @@ def test_all_trees_share_one_compiled_graph(recompute):
     assert graphs == 1
 
 
-def test_a_call_without_a_plan_compiles():
+def test_a_call_without_an_index_compiles():
     compiled = torch.compile(conv.tree_causal_conv1d, fullgraph=True, dynamic=True, backend="eager")
     before = predecessors(TREES["forest"])
     x, weight = torch.randn(len(before), 5), torch.randn(5, 4)

@@ -23,8 +23,8 @@ from tests.support.forests import (
     run_rule,
 )
 from titan_tree.components.recurrence import operator
+from titan_tree.components.recurrence.launch import run_rounds
 from titan_tree.components.recurrence.operator import tree_recurrence
-from titan_tree.components.recurrence.rounds import run_rounds
 from titan_tree.errors import UserError
 from titan_tree.tree.chunks import make_chains, make_chunks
 

@@ -21,8 +21,8 @@ from tests.support.layouts import (
     random_nodes,
     random_qkv,
 )
-from titan_tree.components.tree_attention import Scoring, hopper, triton_kernels
-from titan_tree.components.tree_attention import plan as plans
+from titan_tree.components.tree_attention import Scoring, block_lists, hopper, triton_kernels
+from titan_tree.components.tree_attention.block_lists import KEY_GROUP, KEYS, TILE, BlockLists, prepare
 from titan_tree.components.tree_attention.hopper import (
     forward_pass,
     jobs,
@@ -30,8 +30,7 @@ from titan_tree.components.tree_attention.hopper import (
     query_pass,
     wide_key_pass,
 )
-from titan_tree.components.tree_attention.hopper import pieces as work_items
-from titan_tree.components.tree_attention.plan import KEYS, PIECE, TILE, Plan, prepare
+from titan_tree.components.tree_attention.hopper import key_groups as work_items
 
 
 class Case(NamedTuple):
@@ -53,7 +52,7 @@ SOME = np.random.default_rng(0)
 TRUNK: Nodes = [(-1, 300), *[(0, 3)] * 50]
 FOREST = random_nodes(7, 60, 1, 12)
 N_FOREST = sum(length for _, length in FOREST)
-# Queries 160 .. 191 read pieces 5, 2 and 3, and one piece past the end.
+# Queries 160 .. 191 read key groups 5, 2 and 3, and one past the end.
 SCATTERED: Nodes = [(-1, 64), (-1, 20), (1, 8), (1, 20), (3, 16), (3, 32), (3, 32), (-1, 64)]
 
 CASES = {
@@ -68,7 +67,7 @@ CASES = {
     "last third of a forest": Case(FOREST, np.arange(N_FOREST - N_FOREST // 3, N_FOREST), heads=(2, 2)),
     "some of a forest": Case(FOREST, np.flatnonzero(SOME.random(N_FOREST) < 0.4), heads=(4, 1)),
     "some of a trunk": Case(TRUNK, np.flatnonzero(SOME.random(450) < 0.7), dim=128),
-    "few, scattered pieces": Case(SCATTERED, np.arange(160, 192), dim=128),
+    "few, scattered groups": Case(SCATTERED, np.arange(160, 192), dim=128),
 }
 
 
@@ -82,7 +81,7 @@ def emulator(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         pytest.skip("the Triton kernels between the Gluon kernels need Triton's interpreter")
     for module in (forward_pass, query_pass):
         monkeypatch.setattr(module, "num_multiprocessors", lambda device: 3)
-    monkeypatch.setattr(plans, "SHORTEST_JOB", 4)
+    monkeypatch.setattr(block_lists, "SHORTEST_JOB", 4)
     monkeypatch.setattr(work_items, "FEW_ITEMS", 6)
     torch.use_deterministic_algorithms(True)
     yield monkeypatch
@@ -136,7 +135,7 @@ def test_emulated_kernels_equal_definition(name, emulator):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["star", "trunk", "few, scattered pieces"])
+@pytest.mark.parametrize("name", ["star", "trunk", "few, scattered groups"])
 def test_emulated_kernels_of_head_dim_256_equal_definition(name, emulator):
     heads = (2, 1) if name == "star" else (1, 1)
     assert_exact(emulator, CASES[name]._replace(dim=256, heads=heads))
@@ -147,12 +146,12 @@ def test_emulated_kernels_of_head_dim_256_equal_definition(name, emulator):
     [(64, (16, 8)), (128, (16, 8)), (128, (32, 8)), (256, (16, 16)), (256, (32, 8)), (270, (32, 8))],
 )
 def test_programs_get_equal_work(n_blocks, heads):
-    """The query blocks of a chain have 1, 2, 3, ... slots. A GPU has 132 multiprocessors."""
+    """The query blocks of a chain have 1, 2, 3, ... steps. A GPU has 132 multiprocessors."""
     work_item = EmulatedKernel(work_items.work_item).function
     count_rounds = EmulatedKernel(work_items.count_rounds).function
     together = work_items.heads_together(n_blocks, *heads)
     order = Pointer(torch.arange(n_blocks).flip(0))
-    lists = work_items.Lists(*[None] * 4, order, None, n_blocks, n_blocks * heads[0], together)
+    lists = work_items.GroupLists(*[None] * 4, order, None, n_blocks, n_blocks * heads[0], together)
     seen, work = [], []
     for index in range(132):
         here.program = Program(index, 132, random.Random(0))
@@ -167,17 +166,17 @@ def test_programs_get_equal_work(n_blocks, heads):
 @pytest.mark.parametrize("split", [1, 2])
 def test_programs_take_each_job_and_head_once(split):
     """Jobs come in the order of their key blocks, but the last key head's heaviest jobs come first."""
-    plan = prepare(make_layout([(-1, 3000), *[(0, 400)] * 6]))
-    job_of, n_jobs, heads_k = EmulatedKernel(jobs.job_of).function, len(plan.job_block), 3
+    lists = prepare(make_layout([(-1, 3000), *[(0, 400)] * 6]))
+    job_of, n_jobs, heads_k = EmulatedKernel(jobs.job_of).function, len(lists.job_block), 3
     names = "first_full", "end_full", "job_block", "job_begin", "job_end", "job_part", "job_order"
-    columns = jobs.Jobs(*(Pointer(getattr(plan, name)) for name in names), n_jobs)
+    columns = jobs.Jobs(*(Pointer(getattr(lists, name)) for name in names), n_jobs)
     taken = []
     for index in range(n_jobs * heads_k * split):
         here.program = Program(index, n_jobs * heads_k * split, random.Random(0))
         job = job_of(columns, index, TILE, KEYS, KEYS // split)
         taken.append(tuple(int(x) for x in (job.head_k, job.key, job.begin, job.end)))
     used = [job for job in taken if job[2] >= 0]
-    n_used = int(plan.job_stop[-1]) * split
+    n_used = int(lists.job_stop[-1]) * split
     assert len(set(used)) == len(used) == n_used * heads_k
     assert [job[0] for job in used] == [head for head in range(heads_k) for _ in range(n_used)]
     for head in range(heads_k - 1):
@@ -187,28 +186,28 @@ def test_programs_take_each_job_and_head_once(split):
     assert work == sorted(work, reverse=True) != [end - begin for _, _, begin, end in used[:n_used]]
 
 
-def slot_branches(plan: Plan, n_keys: int) -> set[str]:
-    """Returns the branches that the forward pass takes for its lists of pieces, four pieces per slot."""
+def step_branches(lists: BlockLists, n_keys: int) -> set[str]:
+    """Returns the branches that the forward pass takes for its lists of key groups, four per step."""
     taken = set()
-    for i, pieces in enumerate(plan.pieces.tolist()):
-        slots = [pieces[j : j + 4] for j in range(0, int(plan.n_pieces[i]), 4)]
-        n_diagonal, n_masked = -(-int(plan.n_diagonal[i]) // 4), -(-int(plan.n_masked[i]) // 4)
-        for j, (a, b, c, d) in enumerate(slots):
+    for i, groups in enumerate(lists.key_groups.tolist()):
+        steps = [groups[j : j + 4] for j in range(0, int(lists.n_key_groups[i]), 4)]
+        n_diagonal, n_masked = -(-int(lists.n_diagonal[i]) // 4), -(-int(lists.n_masked[i]) // 4)
+        for j, (a, b, c, d) in enumerate(steps):
             ends_fit, all_fit = d == a + 3, [b, c, d] == [a + 1, a + 2, a + 3]
             taken.add("one copy" if all_fit else "first and last fit" if ends_fit else "four copies")
             taken.add("diagonal" if j < n_diagonal else "masked" if j < n_masked else "full")
-            taken |= {"past the end"} if max(a, b, c, d) * PIECE >= n_keys else set()
-        taken |= {"second diagonal slot"} if n_diagonal > 1 else set()
+            taken |= {"past the end"} if max(a, b, c, d) * KEY_GROUP >= n_keys else set()
+        taken |= {"second diagonal step"} if n_diagonal > 1 else set()
     return taken
 
 
-def job_branches(plan: Plan) -> set[str]:
+def job_branches(lists: BlockLists) -> set[str]:
     """Returns the branches that the backward pass takes for its jobs."""
     taken = set()
-    jobs = torch.stack([plan.job_block, plan.job_begin, plan.job_end, plan.job_part], 1)
+    jobs = torch.stack([lists.job_block, lists.job_begin, lists.job_end, lists.job_part], 1)
     for block, begin, end, part in jobs.tolist():
-        first_full = min(max(-(-int(plan.first_full[block]) // TILE), begin), end)
-        end_full = max(min(int(plan.end_full[block]) // TILE, end), first_full)
+        first_full = min(max(-(-int(lists.first_full[block]) // TILE), begin), end)
+        end_full = max(min(int(lists.end_full[block]) // TILE, end), first_full)
         steps = [begin < first_full, first_full < end_full, end_full < end]
         if begin < 0:
             taken.add("no job")
@@ -221,15 +220,15 @@ def job_branches(plan: Plan) -> set[str]:
 
 
 def test_cases_take_every_branch(emulator):
-    slots, jobs, rounds = set(), set(), set()
+    steps, jobs, rounds = set(), set(), set()
     for nodes, queries, heads, *_ in CASES.values():
         layout = make_layout(nodes, queries)
-        plan = prepare(layout)
-        slots |= slot_branches(plan, len(layout.subtree_end))
-        jobs |= job_branches(plan)
-        rounds.add(min(2, len(plan.query_order) * heads[0] // 3))
-    assert slots == {
-        "one copy", "first and last fit", "four copies", "diagonal", "second diagonal slot", "masked", "full",
+        lists = prepare(layout)
+        steps |= step_branches(lists, len(layout.subtree_end))
+        jobs |= job_branches(lists)
+        rounds.add(min(2, len(lists.query_order) * heads[0] // 3))
+    assert steps == {
+        "one copy", "first and last fit", "four copies", "diagonal", "second diagonal step", "masked", "full",
         "past the end",
     }  # fmt: skip
     assert jobs == {

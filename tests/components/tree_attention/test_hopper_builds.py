@@ -8,8 +8,8 @@ from tests.support.cases import exhaustive
 from tests.support.hopper_compiler import SHARED_MEMORY, compile_launches, compiled_by
 from tests.support.layouts import make_layout, random_qkv
 from titan_tree.components.tree_attention import Scoring, hopper
+from titan_tree.components.tree_attention.block_lists import prepare
 from titan_tree.components.tree_attention.hopper import forward_pass, query_pass
-from titan_tree.components.tree_attention.plan import prepare
 
 # The launches to compile, per head dim: with as many keys as queries ("square") or not, and deterministic or
 # not. A SQUARE kernel has a simpler mask and is otherwise the same, so one of them is enough.
@@ -22,7 +22,7 @@ BUILDS = tuple(LAUNCHES)
 SOURCES = (
     "components/rings.py",
     "components/tree_attention/hopper",
-    "components/tree_attention/plan.py",
+    "components/tree_attention/block_lists.py",
 )
 
 

@@ -9,7 +9,7 @@ import torch
 from tests.support.cases import slow_except
 from tests.support.layouts import exact_attention, make_layout, random_nodes, random_qkv, window_mask
 from titan_tree.components.tree_attention import Scoring, TreeAttention, hopper
-from titan_tree.components.tree_attention.plan import KEYS, QUERIES, prepare
+from titan_tree.components.tree_attention.block_lists import KEYS, QUERIES, prepare
 from titan_tree.errors import UserError
 
 SCALE = 0.5
@@ -117,24 +117,24 @@ def test_blocks_outside_of_windows_are_never_read():
 
 @pytest.mark.parametrize("kind", ["all", "between"])
 @pytest.mark.parametrize("seed", range(3))
-def test_window_plan_covers_exactly_what_is_visible(seed, kind):
+def test_window_lists_cover_exactly_what_is_visible(seed, kind):
     nodes = [random_nodes(0, 300, 1, 5), random_nodes(1, 60, 1, 40), [(-1, 900), (0, 300)]][seed]
     queries = None if kind == "all" else between(nodes)
     for window in (1, 2, 50, 140, 5000):
-        mask, plan = window_mask(nodes, queries, window), prepare(make_layout(nodes, queries), window)
-        by_key = plan.query_blocks, plan.n_visible_queries, plan.n_partial_queries, KEYS, QUERIES, mask.T
-        by_query = plan.key_blocks, plan.n_visible, plan.n_partial, QUERIES, KEYS, mask
-        for lists, n_visible, n_partial, rows, size, seen in (by_query, by_key):
+        mask, lists = window_mask(nodes, queries, window), prepare(make_layout(nodes, queries), window)
+        by_key = lists.query_blocks, lists.n_visible_queries, lists.n_partial_queries, KEYS, QUERIES, mask.T
+        by_query = lists.key_blocks, lists.n_visible, lists.n_partial, QUERIES, KEYS, mask
+        for blocks, n_visible, n_partial, rows, size, seen in (by_query, by_key):
             listed = torch.zeros_like(seen)
             for i, (stop, full) in enumerate(zip(n_visible.tolist(), n_partial.tolist(), strict=True)):
-                for j, block in enumerate(lists[i, :stop].tolist()):
+                for j, block in enumerate(blocks[i, :stop].tolist()):
                     tile = np.s_[i * rows : (i + 1) * rows, block * size : (block + 1) * size]
                     assert not listed[tile].any()
                     listed[tile] = True
                     assert j < full or seen[tile].all()
             assert not (seen & ~listed).any()
-        assert sorted(plan.query_order.tolist()) == list(range(len(plan.key_blocks)))
-        assert sorted(plan.key_order.tolist()) == list(range(len(plan.query_blocks)))
+        assert sorted(lists.query_order.tolist()) == list(range(len(lists.key_blocks)))
+        assert sorted(lists.key_order.tolist()) == list(range(len(lists.query_blocks)))
     chain = prepare(make_layout([(-1, 1280)]), 128)
     assert chain.n_visible.tolist() == [1] + 9 * [2]
     assert chain.n_visible_queries.tolist() == 9 * [2] + [1]

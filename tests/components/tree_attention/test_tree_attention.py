@@ -20,10 +20,10 @@ from tests.support.layouts import (
 )
 from titan_tree.components.backends import ATTENTION_BACKENDS
 from titan_tree.components.tree_attention import Scoring, TreeAttention, context, operator, triton_kernels
-from titan_tree.components.tree_attention.plan import (
+from titan_tree.components.tree_attention.block_lists import (
     JOBS,
+    KEY_GROUP,
     KEYS,
-    PIECE,
     QUERIES,
     SHORTEST_JOB,
     TILE,
@@ -131,14 +131,14 @@ def test_gathered_columns_are_not_saved():
 
 @for_each("kind", ["all", "front", "between", "last", "one past a block"])
 @for_each("seed", range(4))
-def test_plan_covers_exactly_what_is_visible(seed, kind):
-    """No visible pair is outside the plan, and no invisible pair is in a block marked full."""
+def test_block_lists_cover_exactly_what_is_visible(seed, kind):
+    """No visible pair is outside of the lists, and no invisible pair is in a block marked full."""
     nodes = random_nodes(seed, [400, 60, 9, 30][seed], *[(1, 5), (1, 60), (100, 300), (1, 200)][seed])
-    nodes.append((-1, -sum(length for _, length in nodes) % 32 or 32))  # the last token ends a piece
+    nodes.append((-1, -sum(length for _, length in nodes) % 32 or 32))  # the last token ends a key group
     n = sum(length for _, length in nodes)
     queries = None if kind == "all" else context_queries(n, kind)
     layout, mask = make_layout(nodes, queries), ancestor_mask(nodes, queries)
-    plan = prepare(layout)
+    lists = prepare(layout)
     n_keys = mask.shape[1]
 
     def assert_lists(lists, visible, full_from, size):
@@ -153,25 +153,25 @@ def test_plan_covers_exactly_what_is_visible(seed, kind):
                 assert j < full or mask[tile].all()
         assert not (mask & ~listed).any()
 
-    assert_lists(plan.key_blocks, plan.n_visible, plan.n_partial, KEYS)
-    assert_lists(plan.pieces, plan.n_pieces, plan.n_masked, PIECE)
-    assert not (plan.n_pieces % 4).any()
-    assert (plan.n_diagonal > 0).all()
-    for i, diagonal in enumerate(plan.n_diagonal.tolist()):  # the others need no test of k <= q
-        others = plan.pieces[i, diagonal : plan.n_pieces[i]]
-        others = others[others * PIECE < n_keys]
-        assert (others * PIECE + PIECE - 1 <= layout.key_index[i * QUERIES]).all()
-    assert sorted(plan.query_order.tolist()) == list(range(len(plan.n_pieces)))
+    assert_lists(lists.key_blocks, lists.n_visible, lists.n_partial, KEYS)
+    assert_lists(lists.key_groups, lists.n_key_groups, lists.n_masked, KEY_GROUP)
+    assert not (lists.n_key_groups % 4).any()
+    assert (lists.n_diagonal > 0).all()
+    for i, diagonal in enumerate(lists.n_diagonal.tolist()):  # the others need no test of k <= q
+        others = lists.key_groups[i, diagonal : lists.n_key_groups[i]]
+        others = others[others * KEY_GROUP < n_keys]
+        assert (others * KEY_GROUP + KEY_GROUP - 1 <= layout.key_index[i * QUERIES]).all()
+    assert sorted(lists.query_order.tolist()) == list(range(len(lists.n_key_groups)))
 
     ranged = torch.zeros_like(mask)
-    ranges = torch.stack([plan.first, plan.first_full, plan.end_full, plan.last], 1).tolist()
+    ranges = torch.stack([lists.first, lists.first_full, lists.end_full, lists.last], 1).tolist()
     for i, (first, first_full, end_full, last) in enumerate(ranges):
         assert first <= first_full <= end_full <= max(last, first)
         keys = slice(i * KEYS, (i + 1) * KEYS)
         ranged[first:last, keys] = True
         assert mask[first_full:end_full, keys].all()
     assert not (mask & ~ranged).any()
-    assert sorted(plan.range_order.tolist()) == list(range(len(ranges)))
+    assert sorted(lists.range_order.tolist()) == list(range(len(ranges)))
 
 
 @pytest.mark.parametrize(
@@ -179,18 +179,18 @@ def test_plan_covers_exactly_what_is_visible(seed, kind):
 )
 def test_jobs_cut_ranges_evenly(nodes):
     layout = make_layout(nodes)
-    n, plan = len(layout.key_index), prepare(layout)
+    n, lists = len(layout.key_index), prepare(layout)
     tiles = [
         range(first // TILE, -(-last // TILE))
-        for first, last in zip(plan.first.tolist(), plan.last.tolist(), strict=True)
+        for first, last in zip(lists.first.tolist(), lists.last.tolist(), strict=True)
     ]
-    jobs = torch.stack([plan.job_block, plan.job_begin, plan.job_end, plan.job_part], 1).tolist()
+    jobs = torch.stack([lists.job_block, lists.job_begin, lists.job_end, lists.job_part], 1).tolist()
     limit = max(sum(map(len, tiles)) / JOBS, SHORTEST_JOB)
-    n_jobs = int(plan.job_stop[-1])
+    n_jobs = int(lists.job_stop[-1])
     assert jobs[:n_jobs] == sorted(jobs[:n_jobs])
-    work = [jobs[i][2] - jobs[i][1] for i in plan.job_order.tolist()]
+    work = [jobs[i][2] - jobs[i][1] for i in lists.job_order.tolist()]
     assert work == sorted(work, reverse=True)
-    assert sorted(plan.job_order.tolist()) == list(range(len(jobs)))
+    assert sorted(lists.job_order.tolist()) == list(range(len(jobs)))
     assert work[0] <= limit + 1
     todo = {(block, tile) for block, its in enumerate(tiles) for tile in its}
     parts = {}
@@ -204,7 +204,7 @@ def test_jobs_cut_ranges_evenly(nodes):
     assert not todo
     assert sum(map(len, parts.values())) <= max_parts(n, n)
     start = 0
-    for block, stop in zip(plan.range_order.tolist(), plan.job_stop.tolist(), strict=True):
+    for block, stop in zip(lists.range_order.tolist(), lists.job_stop.tolist(), strict=True):
         assert sorted(parts.get(block, [])) == (list(range(start, stop)) if stop - start > 1 else [])
         start = stop
 
@@ -269,7 +269,7 @@ def test_all_trees_share_one_compiled_graph(backend, recompute):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["auto", "triton", "reference"])
-def test_a_layout_without_a_plan_compiles(backend):
+def test_a_layout_that_is_not_prepared_compiles(backend):
     attention = TreeAttention(backend)
     compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="eager")
     nodes = [(-1, 40), (0, 33), (0, 18)]
@@ -312,7 +312,7 @@ def test_any_address_and_stride_works():
 def test_operator_keeps_its_contract():
     layout = TreeAttention("triton").prepare(make_layout(SMALL["chain of 5"]))
     q, k, v, _ = random_qkv(5, 5, (2, 1), 16)
-    metadata = [layout.subtree_end, layout.key_index, *layout.attention_plan[None]]
+    metadata = [layout.subtree_end, layout.key_index, *layout.prepared_attention[None]]
     options = metadata, "triton", 0.25, 2.0, False
     inputs = *(x.detach() for x in (q, k, v[..., :8])), None, torch.zeros(2), None, *options
     torch.library.opcheck(operator.tree_attention, inputs)
@@ -340,7 +340,7 @@ def test_inputs_that_do_not_fit_are_refused():
         attention(q, k, v, layout, torch.zeros(3, 2, 1, 16))
     for other in (TreeAttention("reference").prepare(layout), attention.prepare(make_layout([(-1, 200)]))):
         with pytest.raises(UserError, match=r"prepared for another backend"):
-            attention(q, k, v, layout.with_plan(other.attention_plan))
+            attention(q, k, v, layout.with_prepared(other.prepared_attention))
     with pytest.raises(UserError, match=r"layout of int32 tensors with at least one query, got torch.int64"):
         attention.prepare(
             TreeLayout(
@@ -376,10 +376,10 @@ def test_a_registered_backend_needs_no_other_change(monkeypatch):
     mine = types.ModuleType("mine")
     mine.is_automatic = lambda device: True
     mine.refusal = lambda q, v, scoring, deterministic: "is not deterministic" if deterministic else None
-    mine.prepare = lambda layout, window: "my plan"
+    mine.prepare = lambda layout, window: "my blocks"
 
-    def attention(q, k, v, context, layout, plan, scale, scoring, deterministic):
-        assert plan == "my plan"
+    def attention(q, k, v, context, layout, prepared, scale, scoring, deterministic):
+        assert prepared == "my blocks"
         return 2 * q
 
     mine.attention = attention

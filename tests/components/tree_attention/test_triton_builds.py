@@ -8,7 +8,7 @@ import torch
 from tests.support.hopper_compiler import SHARED_MEMORY, compile_launches, compiled_by
 from tests.support.layouts import make_layout, random_qkv
 from titan_tree.components.tree_attention import Scoring, triton_kernels
-from titan_tree.components.tree_attention.plan import prepare
+from titan_tree.components.tree_attention.block_lists import prepare
 
 
 class Build(NamedTuple):
@@ -32,7 +32,7 @@ BUILDS = {
     "Phi-3": Build((96, 96), window=2047),
 }
 IN_CI = {"gpt-oss", "Gemma 2 9B", "DeepSeek-V3"}
-SOURCES = ("components/tree_attention/triton_kernels", "components/tree_attention/plan.py")
+SOURCES = ("components/tree_attention/triton_kernels", "components/tree_attention/block_lists.py")
 
 
 def compile_kernels(name: str) -> None:

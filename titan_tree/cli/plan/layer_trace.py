@@ -29,16 +29,15 @@ from titan_tree.components.backends import ATTENTION_BACKENDS, RECURRENCE_BACKEN
 from titan_tree.components.moe.layer import Experts
 from titan_tree.components.recurrence import TreeRecurrence
 from titan_tree.components.recurrence.buffers import empty_saved
-from titan_tree.components.tree_attention import TreeAttention, operator, plan
+from titan_tree.components.tree_attention import TreeAttention, block_lists, operator
 from titan_tree.distributed import titan
 from titan_tree.distributed.experts.sharded_experts import ShardedExperts
 from titan_tree.distributed.sequence_parallel import AllToAllExchange
 from titan_tree.distributed.settings import ParallelConfig
 from titan_tree.models.block import Block, Mixer
 from titan_tree.models.decoder import Decoder
-from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.batch import TokenShard, TreeBatch
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_shards import TokenShard
 from titan_tree.tree.token_tree import TokenTree
 
 POLICIES = {"none": None, "selective": titan.TreeSelectiveAC, "full": titan.FullAC}
@@ -47,7 +46,7 @@ TRACED_TOKENS = 1024
 # tensors as "hopper" and "triton", and computes nothing.
 SHAPES: Any = SimpleNamespace(
     refusal=lambda *inputs: None,
-    prepare=plan.prepare,
+    prepare=block_lists.prepare,
     attention=partial(operator.attention, "shapes"),
     empty_saved=empty_saved,
 )

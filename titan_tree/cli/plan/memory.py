@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from titan_tree.cli.plan.layer_trace import LayerTrace
 from titan_tree.cli.plan.workload import Step, is_partitioned
 from titan_tree.components.logprobs import BLOCK_ELEMENTS
-from titan_tree.components.tree_attention.plan import table_bytes
+from titan_tree.components.tree_attention.block_lists import table_bytes
 from titan_tree.distributed.experts.expert_parallel import experts_of
 from titan_tree.distributed.parallelize import gathered_size, shard_sizes
 from titan_tree.distributed.sequence_parallel import AllToAllExchange
@@ -27,9 +27,9 @@ from titan_tree.models.decoder import Decoder
 from titan_tree.models.gated_delta_net import GatedDeltaNet
 from titan_tree.models.layers import MLP
 from titan_tree.run.config import Config
+from titan_tree.tree.batch import TokenShard
 from titan_tree.tree.costs import row_bytes
 from titan_tree.tree.paths import ExpertSizes
-from titan_tree.tree.token_shards import TokenShard
 
 Parts = dict[str, float]  # bytes by name
 
@@ -69,7 +69,7 @@ class Memory:
         self.passes = max(len(owner.runs) for owner in owners)  # forward passes of a step
         self.cached_keys = max(run.cache.keys for run in runs)
         self.cached_states = max(run.cache.states for run in runs)
-        self.table_bytes = max(table_bytes(run.tokens, run.keys) for run in runs)  # of attention's plan
+        self.table_bytes = max(table_bytes(run.tokens, run.keys) for run in runs)  # block lists
 
         self.item = 4 if config.training.dtype == "float32" else 2  # bytes of a number in the computation
         replica, expert_parallel = gpus // config.parallel.replicate, config.parallel.expert_parallel
@@ -112,7 +112,7 @@ class Memory:
             "weights": 4.0 * sum(self.shards),
             "optimizer states": sum(map(state_bytes, self.shards)),
             "weights for computation": self.item * self.cast_weights(),
-            "attention plan": float(self.table_bytes),
+            "attention block lists": float(self.table_bytes),
             "CUDA and NCCL": CONTEXT + (NCCL if self.gpus > 1 else 0),
         }
         if self.is_partitioned:

@@ -18,10 +18,9 @@ from titan_tree.data.sample_reader import SampleReader
 from titan_tree.engine.step_io import StepCounts, StepInput, StepPreparer
 from titan_tree.run.balance.splitting import StepBalancer
 from titan_tree.run.config import Config
-from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.batch import TokenShard, TreeBatch
 from titan_tree.tree.costs import TreeCosts, num_visible_pairs, tree_sizes
 from titan_tree.tree.gateway import NO_CACHE_ROWS, CacheRows
-from titan_tree.tree.token_shards import TokenShard
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,8 @@ ever drops a token. Only sums over tokens depend on the tree (``Routing``): ther
 path through it.
 
     layer      MoE: router, routed experts and shared expert; ExpertInfo: all mixtures of a model
-    router     the router's logits
     experts    the routed experts' matrix products
-    kernels    their SwiGLU, copies of rows, sums of rows, and the choice of experts
+    kernels    the router's logits, SwiGLU, copies of rows, sums of rows, and the choice of experts
     routing    Routing, and RouterLoss and RouterBias, which balance experts: [router_loss] and [router_bias]
 
 N tokens, L layers with experts, k experts of a token, E experts, d hidden size, m intermediate size of an

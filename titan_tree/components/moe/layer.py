@@ -11,8 +11,7 @@ from torch.distributed import ProcessGroup
 
 from titan_tree.components.lora import factors
 from titan_tree.components.moe.experts import Dispatcher, ExpertWeight, expert_mlps
-from titan_tree.components.moe.kernels import top_k
-from titan_tree.components.moe.router import router_logits
+from titan_tree.components.moe.kernels import router_logits, top_k
 from titan_tree.components.moe.routing import Routing
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import ExpertSizes

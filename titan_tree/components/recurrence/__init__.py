@@ -21,11 +21,10 @@ chains (runs of chunks).
     operator.py      the interface of a backend, and the operator that autograd and torch.compile see
     reference.py     the rules and the convolution in plain PyTorch, to which everything else is compared
     buffers.py       tensors that one kernel writes and another one reads
-    rounds.py        how passes over chains are launched
     launch.py        the order of all launches
     triton_kernels/  the rules for any GPU
     hopper/          the same, with the most expensive kernels in Gluon for Hopper GPUs
-    conv.py          the convolution: plan and operator;  conv_kernels.py: its kernels
+    conv.py          the convolution: index and operator;  conv_kernels.py: its kernels
 
 A backend requested by name is used or refused, never replaced by another one.
 """

@@ -13,8 +13,10 @@ other loop.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -23,9 +25,10 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_tree.components.recurrence.buffers import Saved, empty_saved, empty_states
-from titan_tree.components.recurrence.rounds import Run, beside, join
 from titan_tree.errors import UserError
 from titan_tree.tree.chunks import Chains, Chunks
+
+Run = Callable[[int, int], None]  # runs a pass over chains, or chunks, first .. end - 1
 
 
 class Passes(NamedTuple):
@@ -136,3 +139,38 @@ def _slot_kernel(
         for i in range(first, end):
             total += tl.load(start_gradient_ptr + tl.load(readers_ptr + i).to(tl.int64) * SIZE + element)
         tl.store(total_ptr + row * SIZE + element, total)
+
+
+# How passes are launched: round by round, and beside other kernels.
+
+
+def run_rounds(run: Run, chains: Chains) -> None:
+    """Runs all chains, one launch per round: a round needs the slots that earlier rounds fill."""
+    for first, end in itertools.pairwise(chains.rounds[:, 0].tolist()):
+        run(first, end)
+
+
+@functools.cache
+def _side_stream(device: torch.device, priority: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority)
+
+
+@contextmanager
+def beside(x: Tensor, priority: int = 0) -> Iterator[None]:
+    """Launches kernels beside those that follow on the current stream of x's GPU, after those before.
+
+    priority: -1, if programs of these kernels go first. Without a GPU, nothing changes.
+    """
+    if not x.is_cuda:
+        yield
+        return
+    stream = _side_stream(x.device, priority)
+    stream.wait_stream(torch.cuda.current_stream(x.device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+def join(x: Tensor, priority: int = 0) -> None:
+    """Lets the current stream wait for the kernels that were launched ``beside`` it."""
+    if x.is_cuda:
+        torch.cuda.current_stream(x.device).wait_stream(_side_stream(x.device, priority))

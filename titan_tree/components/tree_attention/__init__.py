@@ -4,7 +4,7 @@ Read the files in this order:
 
     __init__.py      the module TreeAttention
     operator.py      the interface of a backend, and the operator that autograd and torch.compile see
-    plan.py          which blocks of queries and keys meet
+    block_lists.py   which blocks of queries and keys meet
     context.py       keys and values that a partition gets from its ancestors
     reference.py     the definition in plain PyTorch
     flex.py          FlexAttention;  flash.py: FlexAttention on the kernels of FlashAttention-4
@@ -62,13 +62,13 @@ class TreeAttention(nn.Module):
         self._logged = False
 
     def prepare(self, layout: TreeLayout, windows: Collection[int | None] = (None,)) -> TreeLayout:
-        """Returns the layout with this backend's plans. Call it once per batch, before the first layer.
+        """Returns the layout with what this backend needs. Call it once per batch, before the first layer.
 
-        All layers and the recomputation in the backward pass share them.
+        All layers and the recomputation in the backward pass share it.
 
         Args:
             windows: the sliding windows of the layers, see ``Scoring``; None stands for layers without one.
-                There is one plan for each.
+                Each is prepared for itself.
 
         Raises:
             UserError: the backend does not run on the layout's device.
@@ -81,7 +81,7 @@ class TreeAttention(nn.Module):
                 self._logged = True
         with torch.no_grad():
             backend = ATTENTION_BACKENDS[names[0]]
-            return layout.with_plan({window: backend.prepare(layout, window) for window in windows})
+            return layout.with_prepared({window: backend.prepare(layout, window) for window in windows})
 
     def forward(
         self,
@@ -100,8 +100,8 @@ class TreeAttention(nn.Module):
             k: [M, Hkv, D] with Hkv a divisor of Hq (grouped-query attention). With ``context`` only the
                 partition's own tokens: [N, Hkv, D].
             v: like k, but its heads may have another size Dv.
-            layout: layout of N queries and M keys, from ``prepare``. A layout without plans is prepared here,
-                in every call. The layout's tensors must not change after ``prepare``.
+            layout: layout of N queries and M keys, from ``prepare``. Otherwise every call prepares
+                it again. The layout's tensors must not change after ``prepare``.
             context: [R, 2, Hkv, D], keys and values of a partition's ancestors (the gateway cache).
                 ``layout.key_source`` says which row of context, or which own token, each of the M keys is.
                 "hopper" and "triton" keep no copy of these keys and values for the backward pass.
@@ -119,13 +119,13 @@ class TreeAttention(nn.Module):
         _check_scoring(q, scoring)
         deterministic = self.deterministic or torch.are_deterministic_algorithms_enabled()
         name = ATTENTION_BACKENDS.resolve(self.backend, q.device, q, v, scoring, deterministic)
-        if layout.attention_plan is None:
+        if layout.prepared_attention is None:
             layout = self.prepare(layout, [scoring.window])
-        plans = layout.attention_plan
-        assert plans is not None
-        if scoring.window not in plans:
+        prepared = layout.prepared_attention
+        assert prepared is not None
+        if scoring.window not in prepared:
             raise UserError(
-                f"TreeAttention: window {scoring.window}: the layout was prepared for {list(plans)}; "
+                f"TreeAttention: window {scoring.window}: the layout was prepared for {list(prepared)}; "
                 f"call prepare(layout, windows=[{scoring.window}])"
             )
         return ATTENTION_BACKENDS[name].attention(
@@ -134,7 +134,7 @@ class TreeAttention(nn.Module):
             v,
             context,
             layout,
-            plan=plans[scoring.window],
+            prepared[scoring.window],
             scale=q.shape[-1] ** -0.5 if scale is None else scale,
             scoring=scoring,
             deterministic=deterministic,

@@ -52,7 +52,7 @@ def prepare(layout: TreeLayout, window: int | None = None) -> BlockMask:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout, plan: BlockMask,
+    q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout, prepared: BlockMask,
     scale: float, scoring: Scoring, deterministic: bool,
 ) -> Tensor:  # fmt: skip
     """See ``AttentionBackend.attention``."""
@@ -62,7 +62,7 @@ def attention(
         v,
         context,
         layout,
-        plan=plan,
+        prepared,
         scale=scale,
         scoring=scoring,
         deterministic=deterministic,

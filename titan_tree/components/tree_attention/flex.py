@@ -71,7 +71,7 @@ def prepare(layout: TreeLayout, window: int | None = None) -> BlockMask:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout, plan: BlockMask,
+    q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout, prepared: BlockMask,
     scale: float, scoring: Scoring, deterministic: bool, kernels: Literal["AUTO", "FLASH"] = "AUTO",
 ) -> Tensor:  # fmt: skip
     """See ``AttentionBackend.attention``. kernels: FlexAttention's own option ``BACKEND``."""
@@ -79,7 +79,7 @@ def attention(
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     options: dict[str, Any] = {
         "score_mod": None if scoring.softcap is None else _capped(scoring.softcap, q.device),
-        "block_mask": plan,
+        "block_mask": prepared,
         "scale": scale,
         "enable_gqa": q.shape[1] != k.shape[1],
         "kernel_options": {"BACKEND": kernels},

@@ -21,7 +21,14 @@ from torch.autograd.function import once_differentiable
 from titan_tree.components.backends import ATTENTION_BACKENDS
 from titan_tree.components.operators import as_operator
 from titan_tree.components.tree_attention import context as columns
-from titan_tree.components.tree_attention.plan import KEYS, QUERIES, Plan, WindowPlan, empty_lse, plan_of
+from titan_tree.components.tree_attention.block_lists import (
+    KEYS,
+    QUERIES,
+    BlockLists,
+    WindowLists,
+    empty_lse,
+    lists_of,
+)
 from titan_tree.errors import UserError
 from titan_tree.tree.layout import TreeLayout
 
@@ -72,7 +79,7 @@ class AttentionBackend(Protocol):
         v: Tensor,
         context: Tensor | None,
         layout: TreeLayout,
-        plan: Any,
+        prepared: Any,
         scale: float,
         scoring: Scoring,
         deterministic: bool,
@@ -82,7 +89,7 @@ class AttentionBackend(Protocol):
         Other arguments are those of ``TreeAttention.forward``.
 
         Args:
-            plan: the result of ``prepare(layout, scoring.window)``.
+            prepared: the result of ``prepare(layout, scoring.window)``.
             scale: factor of the scores.
             scoring: options of the layer that ``refusal`` has accepted.
             deterministic: whether equal inputs must give equal gradients, bit for bit.
@@ -93,7 +100,7 @@ class KernelBackend(AttentionBackend, Protocol):
     """A backend whose kernels run inside the shared operator ``titan_tree::tree_attention``.
 
     The operator handles autograd, torch.compile, activation checkpointing and gateway context. The backend
-    uses ``plan.prepare`` as its ``prepare``. Its kernels get contiguous, 16-byte aligned tensors.
+    uses ``block_lists.prepare`` as its ``prepare``. Its kernels get contiguous, 16-byte aligned tensors.
     """
 
     def forward(
@@ -103,20 +110,20 @@ class KernelBackend(AttentionBackend, Protocol):
         v: Tensor,
         end: Tensor,
         column: Tensor,
-        plan: Plan | WindowPlan,
+        lists: BlockLists | WindowLists,
         scale: float,
         scoring: Scoring,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the output o [N, H, Dv] and lse [H, padded N], see ``plan.empty_lse``.
+        """Returns the output o [N, H, Dv] and lse [H, padded N], see ``block_lists.empty_lse``.
 
         Args:
             q: [N, H, D].
             k: [M, Hkv, D]; v: [M, Hkv, Dv].
             end: [M] int32, ``TreeLayout.subtree_end``.
             column: [N] int32, ``TreeLayout.key_index``.
-            plan: lists of blocks of queries and keys that meet: a ``Plan``, or a ``WindowPlan`` for a window.
+            lists: blocks of queries and keys that meet; with a window, ``WindowLists``.
             scale: factor of the scores.
-            scoring: options that ``refusal`` has accepted, without the window, which the plan contains.
+            scoring: options that ``refusal`` has accepted, without the window, which the lists contain.
         """
 
     def backward(
@@ -129,7 +136,7 @@ class KernelBackend(AttentionBackend, Protocol):
         lse: Tensor,
         end: Tensor,
         column: Tensor,
-        plan: Plan | WindowPlan,
+        lists: BlockLists | WindowLists,
         scale: float,
         scoring: Scoring,
         deterministic: bool,
@@ -148,20 +155,20 @@ def plain_only(q: Tensor, v: Tensor, scoring: Scoring) -> str | None:
 
 def attention(
     backend: str, q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout,
-    plan: Plan | WindowPlan, scale: float, scoring: Scoring, deterministic: bool,
+    lists: BlockLists | WindowLists, scale: float, scoring: Scoring, deterministic: bool,
 ) -> Tensor:  # fmt: skip
     """Runs ``AttentionBackend.attention`` with the forward and backward kernels of the backend ``backend``.
 
     Raises:
-        UserError: the plan belongs to another backend or to a layout of other sizes.
+        UserError: the lists belong to another backend or to a layout of other sizes.
     """
     n_blocks = -(-q.shape[0] // QUERIES), -(-layout.subtree_end.shape[0] // KEYS)
-    if not isinstance(plan, Plan | WindowPlan) or plan.key_blocks.shape != n_blocks:
+    if not isinstance(lists, BlockLists | WindowLists) or lists.key_blocks.shape != n_blocks:
         raise UserError(
             "TreeAttention: the layout was prepared for another backend or has changed; prepare it again"
         )
     source = None if context is None else layout.key_source
-    tensors = q, k, v, context, scoring.sinks, source, layout.subtree_end, layout.key_index, *plan
+    tensors = q, k, v, context, scoring.sinks, source, layout.subtree_end, layout.key_index, *lists
     return _TreeAttention.apply((backend, scale, scoring.softcap, deterministic), *tensors)
 
 
@@ -188,13 +195,13 @@ def tree_attention(
     q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, sinks: Tensor | None, source: Tensor | None,
     metadata: Sequence[Tensor], backend: str, scale: float, softcap: float | None, deterministic: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns o [N, H, Dv] and lse, see ``plan.empty_lse``. metadata: subtree_end, key_index and the plan."""
-    end, column, *plan = metadata
+    """Returns o [N, H, Dv] and lse, see ``empty_lse``. metadata: subtree_end, key_index, block lists."""
+    end, column, *lists = metadata
     q, k, v, end = map(_for_tma, (q, k, v, end))
     with torch.cuda.device_of(q):
         if context is not None and source is not None:
             k, v = columns.gather(k, v, context, source)
-        options = plan_of(plan), scale, Scoring(softcap=softcap, sinks=sinks)
+        options = lists_of(lists), scale, Scoring(softcap=softcap, sinks=sinks)
         return _kernels(backend).forward(q, k, v, end, column, *options)
 
 
@@ -205,13 +212,13 @@ def tree_attention_backward(
     softcap: float | None, deterministic: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Returns the gradients of q, k, v and of context and sinks, if given, in the dtypes of these."""
-    end, column, *plan = metadata
+    end, column, *lists = metadata
     do, q, k, v, end = map(_for_tma, (do, q, k, v, end))
     with torch.cuda.device_of(q):
         num_own = len(k)
         if context is not None and source is not None:
             k, v = columns.gather(k, v, context, source)
-        options = plan_of(plan), scale, Scoring(softcap=softcap, sinks=sinks), deterministic
+        options = lists_of(lists), scale, Scoring(softcap=softcap, sinks=sinks), deterministic
         inputs = do, q, k, v, o, lse, end, column, *options
         dq, dk, dv, *dsinks = _kernels(backend).backward(*inputs)
         if context is None or source is None:

@@ -31,8 +31,8 @@ def prepare(layout: TreeLayout, window: int | None = None) -> Tensor:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout, plan: Tensor, scale: float,
-    scoring: Scoring, deterministic: bool,
+    q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout, prepared: Tensor,
+    scale: float, scoring: Scoring, deterministic: bool,
 ) -> Tensor:  # fmt: skip
     """See ``AttentionBackend.attention``."""
     k, v = join(k, v, context, layout.key_source)
@@ -40,9 +40,9 @@ def attention(
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [H, N or M, D]
     if scoring.softcap is None and scoring.sinks is None:
-        out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=plan, scale=scale)[0]
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=prepared, scale=scale)[0]
     else:
-        out = _weights(q, k, plan, scale, scoring).to(v.dtype) @ v
+        out = _weights(q, k, prepared, scale, scoring).to(v.dtype) @ v
     return out.transpose(0, 1)
 
 

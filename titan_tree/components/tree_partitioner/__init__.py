@@ -5,7 +5,7 @@ traversals.py       code shared by the next three files: a *traversal* runs whol
 single_path.py      each traversal shares one prefix: a dynamic program
 multi_path.py       the fewest executed tokens: exact, for trees of moderate size
 greedy.py           fills traversals in DFS order: linear time
-redundancy_free.py  runs every token once, in connected pieces that read from a gateway cache
+redundancy_free.py  runs every token once, in connected parts that read from a gateway cache
 subtree_cut.py      where redundancy_free cuts subtrees that are too large
 
 A new strategy is one file with a function ``partition(tree, max_tokens, max_chain_tokens)`` that returns

@@ -23,7 +23,7 @@ class TreePartitioner:
     | single_path     | 121k            | traversals; paths in a traversal share one prefix and nothing else |
     | greedy          | 102k            | traversals that share all they can, filled in DFS order            |
     | multi_path      | 102k            | traversals that share all they can, with the fewest tokens         |
-    | redundancy_free | 83k             | connected pieces that read their context from the gateway cache    |
+    | redundancy_free | 83k             | connected parts that read their context from the gateway cache     |
 
     "auto" is none if the tree fits max_tokens, else greedy or redundancy_free, by the model's estimated time.
 

@@ -1,7 +1,7 @@
 """redundancy_free: runs every token exactly once (Tree Training, version 5 of arXiv:2511.00413).
 
-A partition holds one or more connected pieces of the tree and reads its context from the gateway cache. A
-piece may start and end anywhere, also inside a node.
+A partition holds one or more connected parts of the tree and reads its context from the gateway cache. A
+part may start and end anywhere, also inside a node.
 
 Problem: a partition may have C = ``max_tokens`` own tokens. Its *chain*, which is the partition and all
 partitions above it, may have K = ``max_chain_tokens``, because their activations exist at the same time.
@@ -12,10 +12,10 @@ the parent's chain has b tokens, each chain below it may add K - b tokens. This 
 
 1.  A subtree that exceeds the room is cut (subtree_cut.py). Its upper part, the *top*, becomes a partition.
     The subtrees below the top become a new level.
-2.  A subtree that fits the room but exceeds C tokens runs in DFS order, in pieces of at most C tokens. Each
-    piece is the parent of the next one. The ancestors of a token are in its own piece, in earlier pieces of
+2.  A subtree that fits the room but exceeds C tokens runs in DFS order, in parts of at most C tokens. Each
+    part is the parent of the next one. The ancestors of a token are in its own part, in earlier parts of
     the subtree, or in partitions above the level.
-3.  All other subtrees, and the last pieces of step 2, share partitions. They are placed in descending
+3.  All other subtrees, and the last parts of step 2, share partitions. They are placed in descending
     order of size, each in the partition with the least space that still fits it (best fit).
 
 Invariant: every path of a subtree fits its level's room. This holds for the roots because K is at least the
@@ -62,7 +62,7 @@ def partition(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) ->
             f"{max_chain_tokens:,}; raise it or remove it"
         )
     heights = Heights(tree)
-    planners = [Planner(heights, max_tokens, max_chain_tokens, discount) for discount in DISCOUNTS]
+    planners = [LevelPlanner(heights, max_tokens, max_chain_tokens, discount) for discount in DISCOUNTS]
     for planner in planners:
         planner.run()
     best = min(planners, key=lambda planner: len(planner.parents))
@@ -73,7 +73,7 @@ def partition(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) ->
 class _Bin:
     """A partition that subtrees of one level share.
 
-    If the first subtree exceeds ``max_tokens``, only its last piece is in this partition. Its other pieces
+    If the first subtree exceeds ``max_tokens``, only its last part is in this partition. Its other parts
     are partitions above this one.
     """
 
@@ -82,7 +82,7 @@ class _Bin:
     others: list[tuple[int, int]] = field(default_factory=list)  # (first token, tokens) of the other subtrees
 
 
-class Planner:
+class LevelPlanner:
     """Plans the partitions of a tree for one value of ``discount``.
 
     ``run`` fills two lists, with a parent before its children: ``parents``, the parent of each partition, and
@@ -117,13 +117,13 @@ class Planner:
                 self.levels.append((hanging, self._add(parent, top_ranges), chain + top))
                 continue
             fitting = range(bisect_left(free, (size, 0)), len(free))
-            slot = next((i for i in fitting if self._may_share(subtree, bins[free[i][1]])), None)
-            if slot is None:
-                above = (size - 1) // self.max_tokens * self.max_tokens  # in pieces before the last
+            place = next((i for i in fitting if self._may_share(subtree, bins[free[i][1]])), None)
+            if place is None:
+                above = (size - 1) // self.max_tokens * self.max_tokens  # in parts before the last
                 insort(free, (min(self.max_tokens, chain_room - above) - (size - above), len(bins)))
                 bins.append(_Bin(subtree[0], size))
             else:
-                left, number = free.pop(slot)
+                left, number = free.pop(place)
                 insort(free, (left - size, number))
                 bins[number].others.append((subtree[0], size))
         for bin in bins:
@@ -136,11 +136,11 @@ class Planner:
         """Returns whether the bin's partition can have ``subtree`` as another subtree.
 
         The keys of the partition's parent must include the context of all subtrees. If the first subtree has
-        pieces above the partition, the parent is such a piece, and its keys are the piece and its ancestors.
+        parts above the partition, the parent is such a part, and its keys are the part and its ancestors.
         So ``subtree`` must hang from an ancestor of the first subtree.
         """
         if bin.size <= self.max_tokens:
-            return True  # no pieces: the parent is that of the level, which has all of the context
+            return True  # no parts: the parent is that of the level, which has all of the context
         token, node = subtree
         if token > self.start[node]:
             return False  # it begins inside a node, so no other subtree hangs from the token before it
@@ -150,7 +150,7 @@ class Planner:
     def _add_bin(self, parent: int, bin: _Bin) -> None:
         token, end, step = bin.token, bin.token + bin.size, self.max_tokens
         if not bin.others:
-            step = -(-bin.size // -(-bin.size // step))  # pieces of equal size
+            step = -(-bin.size // -(-bin.size // step))  # parts of equal size
         while end - token > step:
             parent = self._add(parent, (np.array([token]), np.array([token + step])))
             token += step
@@ -193,7 +193,7 @@ def _partition(
     start, stop = int(starts[0]), int(stops[-1])
     root = stop - 1 - int(tree.positions[stop - 1])
     if len(starts) == 1 and root >= 0 and tree.positions[root] == 0:
-        # The keys are one contiguous path. Views save memory: a long path may have thousands of pieces.
+        # The keys are one contiguous path. Views save memory: a long path may have thousands of parts.
         m = stop - root
         return Partition(
             parent=parent,

@@ -5,8 +5,8 @@ P ranks hold e = E / P consecutive experts each, and each rank has tokens of its
 1. ``count_rows``: Right after the router, the ranks tell each other how many rows they will send. The numbers
    go to the host on a side stream.
 2. ``dispatch``: A rank sends a token once to every rank that holds at least one of the token's experts. Its
-   *slots* travel with it: the expert and the router weight of each choice. The receiver sorts the slots for
-   its own experts by expert. Each of them is one *copy* of the token.
+   *choices* travel with it: the number and the router weight of each expert. The receiver sorts those of its
+   own experts by expert. Each of them is one *copy* of the token.
 3. sharded_experts.py: The receiver computes its experts, sums the outputs of each row, and returns one row
    for each row that it received. The sender sums the returned rows of each token.
 
@@ -66,8 +66,8 @@ class Arrived(NamedTuple):
 
     rows: Tensor  # [R, d] in x's dtype, still arriving, see ``waits``
     scale: Tensor  # [C, 1] in the weight's dtype: the router weight of each copy
-    slot: Tensor  # [C] int32: the slot of each copy. Row r has the slots r k to r k + k - 1.
-    copy: Tensor  # [R, k] int32: the copy in each slot, counted from its half's first, or -1 for none
+    choice: Tensor  # [C] int32: the choice of each copy. Row r has the choices r k to r k + k - 1.
+    copy: Tensor  # [R, k] int32: the copy of each choice, counted from its half's first, or -1 for none
     ends: Tensor  # [2, e] int32: where the copies of each expert end, counted from their half's first
     token: Tensor  # [S] int32: the token of each row sent
     row: Tensor  # [N, P] int32: for each token the row that is sent to each rank, or -1
@@ -185,7 +185,7 @@ def dispatch(
     there = local.where(is_there, num_experts).to(weight.dtype)
     outgoing = torch.cat([there, weight.index_select(0, token).where(is_there, 0)], 1)
     incoming = outgoing.new_empty(num_received, 2 * top_k)
-    slots_arrive = [
+    choices_arrive = [
         start_all_to_all(incoming[part.arrived], outgoing[part.own], part.received, part.sent, group)
         for part in parts
     ]
@@ -196,13 +196,13 @@ def dispatch(
         )
         for part in parts
     ]
-    for wait in slots_arrive:
+    for wait in choices_arrive:
         wait()
     local, scale = incoming.split(top_k, 1)
-    slot, copy = _sort_copies(local, parts, num_experts)
+    choice, copy = _sort_copies(local, parts, num_experts)
     ends = counts[..., 1:].sum(0).cumsum(-1)
-    scale = scale.reshape(-1, 1).index_select(0, slot)
-    return rows, scale, slot.int(), copy.int(), ends.int(), token.int(), row.int()
+    scale = scale.reshape(-1, 1).index_select(0, choice)
+    return rows, scale, choice.int(), copy.int(), ends.int(), token.int(), row.int()
 
 
 def _sort_rows(needed: Tensor, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -231,7 +231,7 @@ def _sort_rows(needed: Tensor, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _sort_copies(local: Tensor, parts: list[TokenHalf], num_experts: int) -> tuple[Tensor, Tensor]:
-    """Returns ``Arrived.slot`` and ``Arrived.copy`` in int64, for the expert in each slot, or e for none."""
+    """Returns ``Arrived.choice`` and ``Arrived.copy`` in int64. local: the expert of each choice, or e."""
     num_rows, top_k = local.shape
     # A narrow key sorts in fewer passes. The largest is 2 e + 1.
     key = local.to(torch.int16 if num_experts < 2**14 else torch.int32)
@@ -239,10 +239,10 @@ def _sort_copies(local: Tensor, parts: list[TokenHalf], num_experts: int) -> tup
     by_expert = key.flatten().argsort(stable=True)
     lengths = [part.copies.stop - part.copies.start for part in parts]
     starts = [part.arrived.start * top_k for part in parts]
-    slot = torch.cat([by_expert[a : a + n] for a, n in zip(starts, lengths, strict=True)])
-    places = torch.cat([torch.arange(n, device=slot.device) for n in lengths])
-    copy = slot.new_full((num_rows * top_k,), -1).scatter_(0, slot, places)
-    return slot, copy.view(num_rows, top_k)
+    choice = torch.cat([by_expert[a : a + n] for a, n in zip(starts, lengths, strict=True)])
+    places = torch.cat([torch.arange(n, device=choice.device) for n in lengths])
+    copy = choice.new_full((num_rows * top_k,), -1).scatter_(0, choice, places)
+    return choice, copy.view(num_rows, top_k)
 
 
 @dispatch.register_fake

@@ -126,7 +126,7 @@ def sharded_experts_backward(
         for half in parts
     ]
     dx, dweight = grad.new_empty(len(a.token), grad.shape[1]), a.scale.new_empty(len(a.token), top_k)
-    dslots = a.scale.new_zeros(len(dy), top_k)
+    dchoices = a.scale.new_zeros(len(dy), top_k)
     dexperts: list[Tensor] = []
     returns = []
     for half, ends, *arrivals in zip(parts, a.ends, waits(a.rows), gradients_arrive, strict=True):
@@ -138,8 +138,8 @@ def sharded_experts_backward(
         if len(drows):
             dcopies, dscale, products = _backward_of_half(a, half, ends, drows, gate_up, down)
             drows = sum_rows(dcopies, a.copy[half.arrived])
-            dslots.view(-1, 1).index_copy_(0, a.slot[half.copies].long(), dscale)
-        for out, rows in ((dx, drows), (dweight, dslots[half.arrived])):
+            dchoices.view(-1, 1).index_copy_(0, a.choice[half.copies].long(), dscale)
+        for out, rows in ((dx, drows), (dweight, dchoices[half.arrived])):
             returns.append(start_all_to_all(out[half.own], rows, half.sent, half.received, group))
         if products is not None:
             new = gate_up.gradients(*products[0], ends, is_trained[:3])

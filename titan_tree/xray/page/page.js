@@ -438,8 +438,8 @@ function fillRun() {
 
 function fillSamples() {
   const shown = (text) => (state.showText ? text : "·".repeat(Math.min(text.length, 80)));
-  const samples = (run?.samples ?? []).map(({ title, pieces }) => {
-    const parts = pieces.map(([text, trained]) => make(trained ? "mark" : "span", shown(text)));
+  const samples = (run?.samples ?? []).map(({ title, excerpts }) => {
+    const parts = excerpts.map(([text, trained]) => make(trained ? "mark" : "span", shown(text)));
     return make("details", make("summary", title), make("pre", parts));
   });
   find("samples").replaceChildren(...samples);

@@ -52,8 +52,8 @@ BETA, LENGTH, Q_LENGTH = (
 )
 
 
-class Memory(NamedTuple):
-    """The shared memory of a program: per kind of input a ring with one slot, and tiles to write."""
+class InputMemory(NamedTuple):
+    """The shared memory of a program: per kind of input a ring with one stage, and tiles to write."""
 
     q: Ring  # [C, K]
     k: Ring  # [C, K]
@@ -95,7 +95,7 @@ def _fetch(descriptor, row, column, ring, n):
     wait_empty(ring, n, 1)
     full = ring.full.index(0)
     mbarrier.expect(full, descriptor.block_type.nbytes)
-    tma.async_copy_global_to_shared(descriptor, [row, column], full, ring.slots.index(0))
+    tma.async_copy_global_to_shared(descriptor, [row, column], full, ring.stages.index(0))
 
 
 @gluon.jit
@@ -112,7 +112,7 @@ def _producer(
         wait_empty(memory.factors, n, 1)
         full = memory.factors.full.index(0)
         mbarrier.expect(full, (1 + 2 * DELTA) * C * 4)
-        factors = memory.factors.slots
+        factors = memory.factors.stages
         tma.async_copy_global_to_shared(number_row, [item * C], full, factors.index(0))
         if DELTA:
             tma.async_copy_global_to_shared(number_row, [LENGTH * plane + item * C], full, factors.index(1))
@@ -134,13 +134,13 @@ def _producer(
 @gluon.jit
 def _rows(memory, i: gl.constexpr, LAYOUT: gl.constexpr):
     """Factor i of a chunk's tokens, for tiles whose rows are tokens."""
-    return gl.expand_dims(memory.factors.slots.index(i).load(gl.SliceLayout(1, LAYOUT)), 1)
+    return gl.expand_dims(memory.factors.stages.index(i).load(gl.SliceLayout(1, LAYOUT)), 1)
 
 
 @gluon.jit
 def _columns(memory, i: gl.constexpr, LAYOUT: gl.constexpr):
     """Factor i of a chunk's tokens, for tiles whose columns are tokens."""
-    return gl.expand_dims(memory.factors.slots.index(i).load(gl.SliceLayout(0, LAYOUT)), 0)
+    return gl.expand_dims(memory.factors.stages.index(i).load(gl.SliceLayout(0, LAYOUT)), 0)
 
 
 @gluon.jit
@@ -148,10 +148,10 @@ def _new_of(memory, zero, DELTA: gl.constexpr):
     """The ring that holds n, and n^T in it."""
     if DELTA:
         ring = memory.new
-        new = ring.slots.index(zero)
+        new = ring.stages.index(zero)
     else:
         ring = memory.v
-        new = ring.slots.index(zero).permute((1, 0))
+        new = ring.stages.index(zero).permute((1, 0))
     return ring, new
 
 
@@ -175,15 +175,15 @@ def _query_consumer(
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
     STATE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, KEYS)
-    PIECE: gl.constexpr = 16  # rows of a state that are loaded at once
+    STATE_ROWS: gl.constexpr = 16  # rows of a state that are loaded at once
     i = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, SCORES)), 1)
     j = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, SCORES)), 0)
     t = gl.arange(0, C, ROWS)
     for n in range(_count(n_items) * GROUP):
         zero = opaque_zero(n)
-        q, k, do = memory.q.slots.index(zero), memory.k.slots.index(zero), memory.do.slots.index(zero)
+        q, k, do = memory.q.stages.index(zero), memory.k.stages.index(zero), memory.do.stages.index(zero)
         news, new = _new_of(memory, zero, DELTA)
-        state, dstate = memory.state.slots.index(zero), memory.dstate.slots.index(zero)
+        state, dstate = memory.state.stages.index(zero), memory.dstate.stages.index(zero)
         chunk, head, member = _place(n, GROUP, G)
         item = chunk * G + head
         start, end = gl.load(start_ptr + chunk), gl.load(start_ptr + (chunk + 1))
@@ -214,7 +214,7 @@ def _query_consumer(
         memory.queries.index(1).store(gl.sum(p_dp, 0))
         dp = gl.convert_layout(dp.to(do.dtype), gl.DotOperandLayout(0, KEYS, 2))
         if DELTA:
-            q_length = memory.factors.slots.index(2).load(ROWS)
+            q_length = memory.factors.stages.index(2).load(ROWS)
         dq *= scale * gl.exp2(_rows(memory, 0, KEYS))
         release(memory.factors, n, 1)
         queries = q.load(KEYS).to(gl.float32)
@@ -225,10 +225,10 @@ def _query_consumer(
         dq = warpgroup_mma(dp, k, dq, is_async=True)
 
         wait_full(memory.dstate, n, 1)
-        product = gl.zeros([PIECE, K], gl.float32, STATE)
-        for piece in gl.static_range(V // PIECE):
-            s = state.slice(piece * PIECE, PIECE, 0).load(STATE).to(gl.float32)
-            product += s * dstate.slice(piece * PIECE, PIECE, 0).load(STATE).to(gl.float32)
+        product = gl.zeros([STATE_ROWS, K], gl.float32, STATE)
+        for part in gl.static_range(V // STATE_ROWS):
+            s = state.slice(part * STATE_ROWS, STATE_ROWS, 0).load(STATE).to(gl.float32)
+            product += s * dstate.slice(part * STATE_ROWS, STATE_ROWS, 0).load(STATE).to(gl.float32)
         product = gl.sum(gl.sum(product, 1), 0) * gl.exp2(last)
         release(memory.state, n, 1)
         release(memory.dstate, n, 1)
@@ -247,8 +247,8 @@ def _query_consumer(
         if DELTA:
             wait_full(memory.x, n, 1)
             wait_full(memory.v, n, 1)
-            x = memory.x.slots.index(0).permute((1, 0)).load(VALUES)
-            v = memory.v.slots.index(0).load(VALUES)
+            x = memory.x.stages.index(0).permute((1, 0)).load(VALUES)
+            v = memory.v.stages.index(0).load(VALUES)
             release(memory.x, n, 1)
             release(memory.v, n, 1)
             x_v = gl.sum(x.to(gl.float32) * v.to(gl.float32), 1)
@@ -260,9 +260,9 @@ def _query_consumer(
         dtotal = gl.where(start + t < end, q_dq - memory.queries.index(1).load(ROWS), 0.0)
         dtotal += gl.where(t == C - 1, product, 0.0)
         wait_empty(memory.sums, n, 1)
-        memory.sums.slots.index(0).store(dtotal)
+        memory.sums.stages.index(0).store(dtotal)
         if DELTA:
-            memory.sums.slots.index(1).store(x_v)
+            memory.sums.stages.index(1).store(x_v)
         mbarrier.arrive(memory.sums.full.index(0), count=1)
 
 
@@ -281,8 +281,8 @@ def _key_consumer(
     t = gl.arange(0, C, ROWS)
     for n in range(_count(n_items) * GROUP):
         zero = opaque_zero(n)
-        q, k, do = memory.q.slots.index(zero), memory.k.slots.index(zero), memory.do.slots.index(zero)
-        dstate = memory.dstate.slots.index(zero)
+        q, k, do = memory.q.stages.index(zero), memory.k.stages.index(zero), memory.do.stages.index(zero)
+        dstate = memory.dstate.stages.index(zero)
         news, new = _new_of(memory, zero, DELTA)
         chunk, head, member = _place(n, GROUP, G)
         item = chunk * G + head
@@ -301,7 +301,7 @@ def _key_consumer(
         none_k = gl.zeros([C, K], gl.float32, KEYS)
         dk = warpgroup_mma(new.permute((1, 0)), dstate, none_k, use_acc=False, is_async=True)
         if DELTA:
-            state, x = memory.state.slots.index(zero), memory.x.slots.index(zero)
+            state, x = memory.state.stages.index(zero), memory.x.stages.index(zero)
             wait_full(memory.x, n, 1)
             da = warpgroup_mma(new.permute((1, 0)), x, none, use_acc=False, is_async=True)
             wait_full(memory.k, n // GROUP, 1)
@@ -317,8 +317,8 @@ def _key_consumer(
             memory.keys.index(0).store(gl.sum(a_da, 1))
             memory.keys.index(1).store(gl.sum(a_da, 0))
             da = gl.convert_layout(da.to(k.dtype), OPERAND)
-            total = memory.factors.slots.index(0).load(ROWS)
-            length = memory.factors.slots.index(1).load(ROWS)
+            total = memory.factors.stages.index(0).load(ROWS)
+            length = memory.factors.stages.index(1).load(ROWS)
             dk *= gl.expand_dims(gl.exp2(last - total), 1)
             from_last = gl.sum(dk * k.load(KEYS).to(gl.float32), 1) * length
             wait_full(memory.q, n // GROUP, 1)
@@ -346,7 +346,7 @@ def _key_consumer(
             dk *= gl.expand_dims(length, 1)
         else:
             gained, lost = _columns(memory, 0, SCORES), _rows(memory, 0, SCORES)
-            total = memory.factors.slots.index(0).load(ROWS)
+            total = memory.factors.stages.index(0).load(ROWS)
             dp, dk = warpgroup_mma_wait(0, [dp, dk])
             release(memory.do, n, 1)
             release(memory.dstate, n, 1)
@@ -369,9 +369,9 @@ def _key_consumer(
             store_tokens(dk_ptr, memory.dk, start_ptr, chunk, head // GROUP * K, G // GROUP * K, K)
 
         wait_full(memory.sums, n, 1)
-        dtotal = memory.sums.slots.index(0).load(ROWS)
+        dtotal = memory.sums.stages.index(0).load(ROWS)
         if DELTA:
-            x_v = memory.sums.slots.index(1).load(ROWS)
+            x_v = memory.sums.stages.index(1).load(ROWS)
         release(memory.sums, n, 1)
         if DELTA:
             place = (start + t).to(gl.int64) * G + head
@@ -391,10 +391,10 @@ def _key_consumer(
 
 @gluon.jit
 def _ring_of(descriptor, READERS: gl.constexpr):
-    """A ring with one slot for tiles of a descriptor."""
+    """A ring with one stage for tiles of a descriptor."""
     shape: gl.constexpr = descriptor.block_type.shape
-    slots = gl.allocate_shared_memory(descriptor.dtype, [1, shape[0], shape[1]], descriptor.layout)
-    return make_ring(slots, 1, READERS)
+    stages = gl.allocate_shared_memory(descriptor.dtype, [1, shape[0], shape[1]], descriptor.layout)
+    return make_ring(stages, 1, READERS)
 
 
 @gluon.jit(do_not_specialize=["plane", "n_items"])
@@ -419,7 +419,7 @@ def _inputs_kernel(
     # The delta rule has no room for sums in fp32, and in its models few value heads share a key head.
     SUM: gl.constexpr = dtype if DELTA else gl.float32
     SUM_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], SUM)
-    memory = Memory(
+    memory = InputMemory(
         _ring_of(q_rows, 2),
         _ring_of(k_rows, 2),
         _ring_of(v_rows, 1 if DELTA else 2),

@@ -39,7 +39,7 @@ from titan_tree.components.recurrence.hopper.prepare import prepare
 from titan_tree.components.recurrence.hopper.tiles import (
     BLOCK_V,
     C,
-    Memory,
+    ChainMemory,
     decay_of,
     factor,
     producer,
@@ -48,7 +48,7 @@ from titan_tree.components.recurrence.hopper.tiles import (
     tile_of,
     work_of,
 )
-from titan_tree.components.recurrence.rounds import Run, beside, join
+from titan_tree.components.recurrence.launch import Run, beside, join
 from titan_tree.components.recurrence.triton_kernels.forward_kernels import sum_gates
 from titan_tree.components.rings import (
     make_ring,
@@ -85,7 +85,7 @@ def _chain_consumer(
     for i in range(work.count):
         chunk = work.first + i
         s = i % STAGES
-        k, v = memory.ring.slots.index(s), memory.v.index(s).permute((1, 0))
+        k, v = memory.ring.stages.index(s), memory.v.index(s).permute((1, 0))
         # Loaded one step ahead.
         next_chunk = work.first + gl.minimum(i + 1, work.count - 1)
         next_last = decay_of(number_ptr, next_chunk, work, G)
@@ -164,25 +164,25 @@ def _chain_kernel(
     """Chains from first_chain on. FORWARD: o, and states into slots; otherwise S^T and n^T of each chunk."""
     dtype: gl.constexpr = k_rows.dtype
     out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_V, C], dtype)
-    k_slots = gl.allocate_shared_memory(dtype, [STAGES, C, K], k_rows.layout)
+    k_stages = gl.allocate_shared_memory(dtype, [STAGES, C, K], k_rows.layout)
     if FORWARD:
-        q_slots = gl.allocate_shared_memory(dtype, [STAGES, C, K], q_rows.layout)
-        p_slots = gl.allocate_shared_memory(dtype, [STAGES, C, C], p_rows.layout)
+        q_stages = gl.allocate_shared_memory(dtype, [STAGES, C, K], q_rows.layout)
+        p_stages = gl.allocate_shared_memory(dtype, [STAGES, C, C], p_rows.layout)
         state_tile = None
     else:
-        q_slots = None
-        p_slots = None
+        q_stages = None
+        p_stages = None
         state_tile = gl.allocate_shared_memory(dtype, [BLOCK_V, K], state_rows.layout)
     if DELTA:
-        inverse_slots = gl.allocate_shared_memory(dtype, [STAGES, C, C], inverse_rows.layout)
+        inverse_stages = gl.allocate_shared_memory(dtype, [STAGES, C, C], inverse_rows.layout)
     else:
-        inverse_slots = None
-    memory = Memory(
-        make_ring(k_slots, STAGES, 1),
-        q_slots,
+        inverse_stages = None
+    memory = ChainMemory(
+        make_ring(k_stages, STAGES, 1),
+        q_stages,
         gl.allocate_shared_memory(dtype, [STAGES, C, BLOCK_V], v_rows.layout),
-        inverse_slots,
-        p_slots,
+        inverse_stages,
+        p_stages,
         gl.allocate_shared_memory(gl.float32, [3 * STAGES, C], number_row.layout),
         state_tile,
         gl.allocate_shared_memory(dtype, [BLOCK_V, C], out_layout),
@@ -222,7 +222,7 @@ def _gradient_consumer(
     reader = gl.load(reader_ptr + chunk)
     for i in range(work.count):
         s = i % STAGES
-        k, q = memory.ring.slots.index(s), memory.q.index(s)
+        k, q = memory.ring.stages.index(s), memory.q.index(s)
         do = memory.v.index(s).permute((1, 0))
         row = (chunk * G + work.head) * V + work.column
         # Loaded one step ahead: the next step computes the previous chunk.
@@ -286,16 +286,16 @@ def _gradient_kernel(
     """
     dtype: gl.constexpr = k_rows.dtype
     if DELTA:
-        inverse_slots = gl.allocate_shared_memory(dtype, [STAGES, C, C], inverse_rows.layout)
+        inverse_stages = gl.allocate_shared_memory(dtype, [STAGES, C, C], inverse_rows.layout)
     else:
-        inverse_slots = None
+        inverse_stages = None
     out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_V, C], dtype)
-    k_slots = gl.allocate_shared_memory(dtype, [STAGES, C, K], k_rows.layout)
-    memory = Memory(
-        make_ring(k_slots, STAGES, 1),
+    k_stages = gl.allocate_shared_memory(dtype, [STAGES, C, K], k_rows.layout)
+    memory = ChainMemory(
+        make_ring(k_stages, STAGES, 1),
         gl.allocate_shared_memory(dtype, [STAGES, C, K], q_rows.layout),
         gl.allocate_shared_memory(dtype, [STAGES, C, BLOCK_V], do_rows.layout),
-        inverse_slots,
+        inverse_stages,
         gl.allocate_shared_memory(dtype, [STAGES, C, C], p_rows.layout),
         gl.allocate_shared_memory(gl.float32, [3 * STAGES, C], number_row.layout),
         gl.allocate_shared_memory(dtype, [BLOCK_V, K], dstate_rows.layout),

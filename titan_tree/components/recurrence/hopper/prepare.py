@@ -25,8 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from titan_tree.components.recurrence.buffers import Factors, Saved
 from titan_tree.components.recurrence.hopper.tiles import QUERY, READ, WRITE, C, rows_of
+from titan_tree.components.recurrence.launch import Run
 from titan_tree.components.recurrence.reference import EPSILON
-from titan_tree.components.recurrence.rounds import Run
 from titan_tree.components.rings import matrix
 from titan_tree.tree.chunks import CHUNK, Chunks
 

@@ -32,10 +32,10 @@ class Work(NamedTuple):
     column: gl.tensor
 
 
-class Memory(NamedTuple):
-    """The shared memory of a program: slots for a chunk's tiles, which share one ring, and tiles to write."""
+class ChainMemory(NamedTuple):
+    """The shared memory of a program: stages for a chunk's tiles, in one ring, and tiles to write."""
 
-    ring: Ring  # its slots hold k: [STAGES, C, K]
+    ring: Ring  # its stages hold k: [STAGES, C, K]
     q: gl.shared_memory_descriptor  # [STAGES, C, K]
     v: gl.shared_memory_descriptor  # [STAGES, C, BLOCK_V]; in the backward pass do
     inverse: gl.shared_memory_descriptor  # [STAGES, C, C]; None without the delta rule
@@ -84,7 +84,7 @@ def producer(
         wait_empty(memory.ring, i, STAGES)
         full = memory.ring.full.index(s)
         mbarrier.expect(full, tile_bytes)
-        tma.async_copy_global_to_shared(k_rows, [start, key_column], full, memory.ring.slots.index(s))
+        tma.async_copy_global_to_shared(k_rows, [start, key_column], full, memory.ring.stages.index(s))
         tma.async_copy_global_to_shared(v_rows, [start, work.head * V + work.column], full, memory.v.index(s))
         if DELTA:
             tma.async_copy_global_to_shared(inverse_rows, [row, 0], full, memory.inverse.index(s))

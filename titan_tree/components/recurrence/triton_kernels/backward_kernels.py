@@ -35,7 +35,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_tree.components.recurrence.buffers import Saved, precision, sizes
-from titan_tree.components.recurrence.rounds import Run
+from titan_tree.components.recurrence.launch import Run
 from titan_tree.components.recurrence.triton_kernels.forward_kernels import (
     chain_of,
     chunk_of,

@@ -48,8 +48,8 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_tree.components.recurrence.buffers import Saved, empty_states, precision, sizes
+from titan_tree.components.recurrence.launch import Run, run_rounds
 from titan_tree.components.recurrence.reference import EPSILON
-from titan_tree.components.recurrence.rounds import Run, run_rounds
 from titan_tree.tree.chunks import CHUNK, Chains, Chunks
 
 LOG2_E = tl.constexpr(1.4426950408889634)

@@ -39,7 +39,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_tree.components.recurrence.buffers import Saved, precision, sizes
-from titan_tree.components.recurrence.rounds import Run
+from titan_tree.components.recurrence.launch import Run
 from titan_tree.components.recurrence.triton_kernels.backward_kernels import head_gradient, sum_heads
 from titan_tree.components.recurrence.triton_kernels.forward_kernels import (
     SMALLEST_BETA,

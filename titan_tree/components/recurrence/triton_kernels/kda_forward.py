@@ -37,7 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_tree.components.recurrence.buffers import Saved, empty_states, precision, sizes
-from titan_tree.components.recurrence.rounds import Run, run_rounds
+from titan_tree.components.recurrence.launch import Run, run_rounds
 from titan_tree.components.recurrence.triton_kernels.forward_kernels import (
     SMALLEST_BETA,
     chain_of,

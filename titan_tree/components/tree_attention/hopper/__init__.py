@@ -4,7 +4,7 @@ They use TMA (asynchronous copies between global and shared memory), asynchronou
 and specialized warps. Read them in this order:
 
     ../../rings.py    rings of shared memory between a producer warp and consumer warps
-    pieces.py         work items and lists of keys, for the passes that keep a block of queries
+    key_groups.py     work items and lists of keys, for the passes that keep a block of queries
     forward_pass.py   o and lse
     jobs.py           work items, for the passes that keep a block of keys
     key_pass.py       dk and dv, and on request dq; head dim 64 and 128
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from titan_tree.components.rings import is_hopper
 from titan_tree.components.tree_attention import operator, triton_kernels
+from titan_tree.components.tree_attention.block_lists import BlockLists, prepare
 from titan_tree.components.tree_attention.hopper import forward_pass, key_pass, query_pass, wide_key_pass
 from titan_tree.components.tree_attention.operator import Scoring, plain_only
-from titan_tree.components.tree_attention.plan import Plan, prepare
 from titan_tree.tree.layout import TreeLayout
 
 __all__ = ["attention", "backward", "forward", "is_automatic", "prepare", "refusal"]
@@ -34,7 +34,7 @@ def is_automatic(device: torch.device) -> bool:
 
 def refusal(q: Tensor, v: Tensor, scoring: Scoring, deterministic: bool) -> str | None:
     """See ``AttentionBackend.refusal``."""
-    dims = forward_pass.SLOTS
+    dims = forward_pass.STAGES
     if is_hopper(q.device) and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in dims:
         return plain_only(q, v, scoring)
     return (
@@ -44,27 +44,28 @@ def refusal(q: Tensor, v: Tensor, scoring: Scoring, deterministic: bool) -> str 
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout, plan: Plan,
+    q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout, prepared: BlockLists,
     scale: float, scoring: Scoring, deterministic: bool,
 ) -> Tensor:  # fmt: skip
     """See ``AttentionBackend.attention``."""
-    return operator.attention("hopper", q, k, v, context, layout, plan, scale, scoring, deterministic)
+    return operator.attention("hopper", q, k, v, context, layout, prepared, scale, scoring, deterministic)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, plan: Plan, scale: float, scoring: Scoring
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, lists: BlockLists, scale: float,
+    scoring: Scoring,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See ``KernelBackend.forward``."""
-    return forward_pass.forward(q, k, v, end, column, plan, scale)
+    return forward_pass.forward(q, k, v, end, column, lists, scale)
 
 
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, end: Tensor, column: Tensor,
-    plan: Plan, scale: float, scoring: Scoring, deterministic: bool,
+    lists: BlockLists, scale: float, scoring: Scoring, deterministic: bool,
 ) -> list[Tensor]:  # fmt: skip
     """See ``KernelBackend.backward``."""
-    inputs = do, q, k, v, lse, triton_kernels.row_sums(do, o, lse), end, column, plan, scale
-    if q.shape[-1] in key_pass.SLOTS:
+    inputs = do, q, k, v, lse, triton_kernels.row_sums(do, o, lse), end, column, lists, scale
+    if q.shape[-1] in key_pass.STAGES:
         dk, dv, dq = key_pass.gradients(*inputs, with_dq=not deterministic)
     else:
         (dk, dv), dq = wide_key_pass.gradients(*inputs), None

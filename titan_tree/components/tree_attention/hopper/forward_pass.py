@@ -4,16 +4,15 @@ The algorithm is FlashAttention-3 (Shah et al., arXiv:2407.08608). A producer wa
 memory by TMA. Two consumer groups of four warps hold 64 queries each. Their tensor core products are
 asynchronous, so one group's softmax overlaps with the other group's products.
 
-What the tree changes is the keys: a query block reads a list of pieces (``pieces.py``). The mask is one
-comparison of a query with ``end[k]``, which is fetched together with the keys; only slots on the diagonal
-also compare k <= q. Three loops run one after the other: slots on the diagonal, other masked slots, fully
-visible slots.
+What the tree changes is the keys: a query block reads a list of key groups (``key_groups.py``). The mask is
+one comparison of a query with ``end[k]``, which is fetched together with the keys; only steps on the diagonal
+also compare k <= q. Three loops run one after the other: steps on the diagonal, other masked steps, fully
+visible steps.
 
-In the loop of a group, S of slot n and P V of slot n - 1 run on the tensor cores at the same time. The
+In the loop of a group, S of step n and P V of step n - 1 run on the tensor cores at the same time. The
 softmax of S then overlaps with the rest of P V and with the other group.
 
 Letters: N queries, M keys, H query heads, G = H / Hkv query heads per key head, D head dim.
-
 """
 
 from __future__ import annotations
@@ -42,28 +41,28 @@ from titan_tree.components.rings import (
     wait_empty,
     wait_full,
 )
-from titan_tree.components.tree_attention.hopper.pieces import (
-    PIECE,
-    Lists,
+from titan_tree.components.tree_attention.block_lists import KEY_GROUP as KEY_GROUP_SIZE
+from titan_tree.components.tree_attention.block_lists import QUERIES, BlockLists, empty_lse
+from titan_tree.components.tree_attention.hopper.key_groups import (
+    KEY_GROUP,
+    GroupLists,
     count_rounds,
-    count_slots,
+    count_steps,
     heads_together,
     load_ends,
-    load_pieces,
+    load_key_groups,
     visible,
     work_item,
 )
-from titan_tree.components.tree_attention.plan import PIECE as PIECE_KEYS
-from titan_tree.components.tree_attention.plan import QUERIES, Plan, empty_lse
 from titan_tree.components.tree_attention.triton_kernels.kernels import LOG2_E, MASKED
 
 # 1. Memory.
 
 
-class Memory(NamedTuple):
+class ForwardMemory(NamedTuple):
     """The shared memory of a program."""
 
-    q: Ring  # slots [2, BLOCK_Q / 2, D]: one half for each group
+    q: Ring  # stages [2, BLOCK_Q / 2, D]: one half for each group
     k: Ring  # [STAGES, BLOCK_K, D]
     v: Ring  # [STAGES, BLOCK_K, D]
     end: gl.shared_memory_descriptor  # [STAGES, BLOCK_K], filled together with k if a mask is needed
@@ -75,40 +74,40 @@ class Memory(NamedTuple):
 
 @gluon.jit
 def _producer(
-    q_rows, k_pieces, v_pieces, k_rows, v_rows, end_row, memory, lists,
+    q_rows, k_groups, v_groups, k_rows, v_rows, end_row, memory, lists,
     G: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fetches, per work item, both halves of q, and k, ``end`` and v slot by slot."""
-    PIECES: gl.constexpr = BLOCK_K // PIECE
+    """Fetches, per work item, both halves of q, and k, ``end`` and v step by step."""
+    GROUPS: gl.constexpr = BLOCK_K // KEY_GROUP
     HALF_Q: gl.constexpr = BLOCK_Q // 2
-    slot_bytes: gl.constexpr = k_rows.block_type.nbytes
+    stage_bytes: gl.constexpr = k_rows.block_type.nbytes
     n = 0
     for turn in range(count_rounds(lists.n_items)):
         block, head, head_k = work_item(lists, turn, G)
-        list_ptr = lists.pieces + block.to(gl.int64) * lists.stride
-        _, n_masked, n_slots = count_slots(lists, block, PIECES)
+        list_ptr = lists.key_groups + block.to(gl.int64) * lists.stride
+        _, n_masked, n_steps = count_steps(lists, block, GROUPS)
         for group in gl.static_range(2):
             mbarrier.wait(memory.q.empty.index(group), (turn & 1) ^ 1)
             full = memory.q.full.index(group)
             mbarrier.expect(full, q_rows.block_type.nbytes)
             row = block * BLOCK_Q + group * HALF_Q
-            tma.async_copy_global_to_shared(q_rows, [row, head * D], full, memory.q.slots.index(group))
-        for i in range(n_slots):
+            tma.async_copy_global_to_shared(q_rows, [row, head * D], full, memory.q.stages.index(group))
+        for i in range(n_steps):
             s = n % STAGES
             wait_empty(memory.k, n, STAGES)
             full = memory.k.full.index(s)
             if i < n_masked:
-                mbarrier.expect(full, slot_bytes + BLOCK_K * 4)
-                load_ends(end_row, list_ptr, full, memory.end.index(s), PIECES)
+                mbarrier.expect(full, stage_bytes + BLOCK_K * 4)
+                load_ends(end_row, list_ptr, full, memory.end.index(s), GROUPS)
             else:
-                mbarrier.expect(full, slot_bytes)
-            load_pieces(k_pieces, k_rows, head_k * D, list_ptr, full, memory.k.slots.index(s), PIECES)
+                mbarrier.expect(full, stage_bytes)
+            load_key_groups(k_groups, k_rows, head_k * D, list_ptr, full, memory.k.stages.index(s), GROUPS)
             wait_empty(memory.v, n, STAGES)
             full = memory.v.full.index(s)
-            mbarrier.expect(full, slot_bytes)
-            load_pieces(v_pieces, v_rows, head_k * D, list_ptr, full, memory.v.slots.index(s), PIECES)
-            list_ptr += PIECES
+            mbarrier.expect(full, stage_bytes)
+            load_key_groups(v_groups, v_rows, head_k * D, list_ptr, full, memory.v.stages.index(s), GROUPS)
+            list_ptr += GROUPS
             n += 1
 
 
@@ -130,14 +129,14 @@ def _step(
     MASK: gl.constexpr, DIAGONAL: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     SCORES: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """S = q k_n^T, which overlaps with acc += p v_{n-1}; then the softmax of S. Returns p of slot n."""
+    """S = q k_n^T, which overlaps with acc += p v_{n-1}; then the softmax of S. Returns p of step n."""
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     zero = gl.zeros([p_before.shape[0], BLOCK_K], gl.float32, SCORES)
     wait_full(memory.k, n, STAGES)
-    k = memory.k.slots.index(n % STAGES)
+    k = memory.k.stages.index(n % STAGES)
     s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     wait_full(memory.v, n - 1, STAGES)
-    acc = warpgroup_mma(p_before, memory.v.slots.index((n - 1) % STAGES), acc, is_async=True)
+    acc = warpgroup_mma(p_before, memory.v.stages.index((n - 1) % STAGES), acc, is_async=True)
     s = warpgroup_mma_wait(1, [s])
     if MASK:
         end = memory.end.index(n % STAGES).load(COLUMNS)
@@ -159,7 +158,7 @@ def _consumer(
 ):  # fmt: skip
     """o and lse of half of the queries of each work item.
 
-    The first slot is on the diagonal and has no product P V to overlap with, so it runs before the loops.
+    The first step is on the diagonal and has no product P V to overlap with, so it runs before the loops.
     O_IN_Q: the output is staged in q's memory, because there is no room for both.
     """
     HALF_Q: gl.constexpr = BLOCK_Q // 2
@@ -167,12 +166,12 @@ def _consumer(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    q, o = memory.q.slots.index(group), memory.o.index(group)
+    q, o = memory.q.stages.index(group), memory.o.index(group)
     n = 0
     for turn in range(count_rounds(lists.n_items)):
         block, head, _ = work_item(lists, turn, G)
-        list_ptr = lists.pieces + block.to(gl.int64) * lists.stride
-        n_diagonal, n_masked, n_slots = count_slots(lists, block, BLOCK_K // PIECE)
+        list_ptr = lists.key_groups + block.to(gl.int64) * lists.stride
+        n_diagonal, n_masked, n_steps = count_steps(lists, block, BLOCK_K // KEY_GROUP)
         row = block * BLOCK_Q + group * HALF_Q
         rows = row + gl.arange(0, HALF_Q, ROWS)
         column = gl.load(column_ptr + rows, mask=rows < N, other=-1)
@@ -183,7 +182,7 @@ def _consumer(
         zero = gl.zeros([HALF_Q, BLOCK_K], gl.float32, SCORES)
         mbarrier.wait(memory.q.full.index(group), turn & 1)
         wait_full(memory.k, n, STAGES)
-        k = memory.k.slots.index(n % STAGES)
+        k = memory.k.stages.index(n % STAGES)
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         end = memory.end.index(n % STAGES).load(COLUMNS)
         s = warpgroup_mma_wait(0, [s])
@@ -201,17 +200,17 @@ def _consumer(
                 q, memory, p, acc, peak, total, column, list_ptr, i, n + i, scale,
                 True, False, BLOCK_K, STAGES, SCORES, OUT,
             )  # fmt: skip
-        for i in range(n_masked, n_slots):
+        for i in range(n_masked, n_steps):
             p, acc, peak, total = _step(
                 q, memory, p, acc, peak, total, column, list_ptr, i, n + i, scale,
                 False, False, BLOCK_K, STAGES, SCORES, OUT,
             )  # fmt: skip
-        n += n_slots
+        n += n_steps
 
         if not O_IN_Q:
             mbarrier.arrive(memory.q.empty.index(group), count=1)
         wait_full(memory.v, n - 1, STAGES)
-        acc = warpgroup_mma(p, memory.v.slots.index((n - 1) % STAGES), acc, is_async=True)
+        acc = warpgroup_mma(p, memory.v.stages.index((n - 1) % STAGES), acc, is_async=True)
         acc, p = warpgroup_mma_wait(0, [acc, p])
         release(memory.v, n - 1, STAGES)
         acc /= gl.expand_dims(gl.convert_layout(total, gl.SliceLayout(1, OUT)), 1)
@@ -232,30 +231,32 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["stride", "n_blocks", "n_items", "heads", "N", "lse_stride"])
 def _forward_kernel(
-    q_rows, k_pieces, v_pieces, k_rows, v_rows, o_rows, end_row, lse_ptr, column_ptr,
-    pieces, n_diagonal, n_masked, n_pieces, query_order, stride, n_blocks, n_items, heads,
+    q_rows, k_groups, v_groups, k_rows, v_rows, o_rows, end_row, lse_ptr, column_ptr,
+    key_groups, n_diagonal, n_masked, n_key_groups, query_order, stride, n_blocks, n_items, heads,
     N, lse_stride, scale,
     G: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, O_IN_Q: gl.constexpr,
 ):  # fmt: skip
     """Allocates shared memory and starts two consumer groups and the producer."""
     dtype: gl.constexpr = q_rows.dtype
-    q_slots = gl.allocate_shared_memory(dtype, [2, BLOCK_Q // 2, D], q_rows.layout)
-    k_slots = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, D], k_rows.layout)
-    v_slots = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, D], v_rows.layout)
+    q_stages = gl.allocate_shared_memory(dtype, [2, BLOCK_Q // 2, D], q_rows.layout)
+    k_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, D], k_rows.layout)
+    v_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, D], v_rows.layout)
     if O_IN_Q:
-        o_slots = q_slots
+        o_stages = q_stages
     else:
-        o_slots = gl.allocate_shared_memory(dtype, [2, BLOCK_Q // 2, D], o_rows.layout)
-    memory = Memory(
-        make_ring(q_slots, 2, 1),
-        make_ring(k_slots, STAGES, 2),
-        make_ring(v_slots, STAGES, 2),
+        o_stages = gl.allocate_shared_memory(dtype, [2, BLOCK_Q // 2, D], o_rows.layout)
+    memory = ForwardMemory(
+        make_ring(q_stages, 2, 1),
+        make_ring(k_stages, STAGES, 2),
+        make_ring(v_stages, STAGES, 2),
         gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_K], end_row.layout),
-        o_slots,
+        o_stages,
     )
     fence_async_shared()
-    lists = Lists(pieces, n_diagonal, n_masked, n_pieces, query_order, stride, n_blocks, n_items, heads)
+    lists = GroupLists(
+        key_groups, n_diagonal, n_masked, n_key_groups, query_order, stride, n_blocks, n_items, heads
+    )
     gl.warp_specialize(
         [
             (_consumer, (
@@ -267,7 +268,7 @@ def _forward_kernel(
                 G, BLOCK_Q, BLOCK_K, D, STAGES, O_IN_Q,
             )),
             (_producer, (
-                q_rows, k_pieces, v_pieces, k_rows, v_rows, end_row, memory, lists,
+                q_rows, k_groups, v_groups, k_rows, v_rows, end_row, memory, lists,
                 G, BLOCK_Q, BLOCK_K, D, STAGES,
             )),
         ],
@@ -276,26 +277,26 @@ def _forward_kernel(
     )  # fmt: skip
 
 
-# By head dim: keys per slot, and slots per ring. As many as fit into 227 KiB together with queries and
+# By head dim: keys per stage, and stages per ring. As many as fit into 227 KiB together with queries and
 # output.
-SLOTS = {64: (128, 3), 128: (128, 2), 256: (64, 2)}
+STAGES = {64: (128, 3), 128: (128, 2), 256: (64, 2)}
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, plan: Plan, scale: float
+    q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, lists: BlockLists, scale: float
 ) -> tuple[Tensor, Tensor]:
     """See ``KernelBackend.forward``."""
     (n, heads, dim), heads_k = q.shape, k.shape[1]
-    block_k, stages = SLOTS[dim]
+    block_k, stages = STAGES[dim]
     o, lse = torch.empty_like(q), empty_lse(q)
-    n_blocks = len(plan.query_order)
+    n_blocks = len(lists.query_order)
     n_items = n_blocks * heads
     _forward_kernel[(min(n_items, num_multiprocessors(q.device)),)](
-        matrix(q, QUERIES // 2, dim), matrix(k, PIECE_KEYS, dim), matrix(v, PIECE_KEYS, dim),
+        matrix(q, QUERIES // 2, dim), matrix(k, KEY_GROUP_SIZE, dim), matrix(v, KEY_GROUP_SIZE, dim),
         matrix(k, block_k, dim), matrix(v, block_k, dim), matrix(o, QUERIES // 2, dim),
-        vector(end, PIECE_KEYS), lse, column,
-        plan.pieces, plan.n_diagonal, plan.n_masked, plan.n_pieces, plan.query_order,
-        plan.pieces.shape[1], n_blocks, n_items, heads_together(n_blocks, heads, heads_k),
+        vector(end, KEY_GROUP_SIZE), lse, column,
+        lists.key_groups, lists.n_diagonal, lists.n_masked, lists.n_key_groups, lists.query_order,
+        lists.key_groups.shape[1], n_blocks, n_items, heads_together(n_blocks, heads, heads_k),
         n, lse.shape[1], scale * LOG2_E.value,
         G=heads // heads_k, BLOCK_Q=QUERIES, BLOCK_K=block_k, D=dim, STAGES=stages,
         O_IN_Q=dim == 256, num_warps=4,

@@ -1,8 +1,8 @@
 """Code shared by the passes that keep a block of keys: jobs, the producer, and the sum of parts of dk and dv.
 
-A job is a key block and a range of query tiles (``plan``), for all G query heads of one key head. All queries
-see the trunk, so its key blocks have long ranges: these are cut into several jobs, each of which stores fp32
-parts of dk and dv. A last kernel sums the parts in a fixed order.
+A job is a key block and a range of query tiles (``block_lists.py``), for all G query heads of one key head.
+All queries see the trunk, so its key blocks have long ranges: these are cut into several jobs, each of which
+stores fp32 parts of dk and dv. A last kernel sums the parts in a fixed order.
 
 Key heads come one after the other, and the jobs of a key head in the order of their key blocks. Jobs that run
 at the same time then mostly read the same tiles, which L2 holds. Only the last key head takes its heaviest
@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from titan_tree.components.rings import Ring, make_barriers, make_ring, wait_empty
-from titan_tree.components.tree_attention.plan import JOBS, KEYS, Plan
+from titan_tree.components.tree_attention.block_lists import JOBS, KEYS, BlockLists
 
 # 1. Jobs.
 
@@ -41,7 +41,7 @@ class Job(NamedTuple):
 
 
 class Jobs(NamedTuple):
-    """Columns of the plan, and the number of jobs."""
+    """Tensors of ``BlockLists``, and the number of jobs."""
 
     first_full: gl.tensor
     end_full: gl.tensor
@@ -53,25 +53,25 @@ class Jobs(NamedTuple):
     n_jobs: gl.tensor
 
 
-class Memory(NamedTuple):
+class KeyPassMemory(NamedTuple):
     """The shared memory of a program."""
 
     k: gl.shared_memory_descriptor  # [1, BLOCK_K, D]
     v: gl.shared_memory_descriptor
     kv_full: gl.shared_memory_descriptor  # mbarrier: k and v have arrived
-    q: Ring  # slots [STAGES, BLOCK_Q, D]
-    do: Ring  # slots [STAGES, BLOCK_Q, D], released together with those of q
+    q: Ring  # stages [STAGES, BLOCK_Q, D]
+    do: Ring  # stages [STAGES, BLOCK_Q, D], released together with those of q
     lse: gl.shared_memory_descriptor  # [STAGES, BLOCK_Q], filled together with q
     delta: gl.shared_memory_descriptor  # [STAGES, BLOCK_Q], filled together with do
 
 
 @gluon.jit
-def job_of(jobs, index, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, SLOT_K: gl.constexpr):
+def job_of(jobs, index, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, PROGRAM_K: gl.constexpr):
     """The job of program ``index``; its begin is -1 past the last job.
 
-    SLOT_K: keys per program, BLOCK_K or half of it. In the latter case two programs share a job.
+    PROGRAM_K: keys per program, BLOCK_K or half of it. In the latter case two programs share a job.
     """
-    SPLIT: gl.constexpr = BLOCK_K // SLOT_K
+    SPLIT: gl.constexpr = BLOCK_K // PROGRAM_K
     width = jobs.n_jobs * SPLIT
     j, head_k = index % width // SPLIT, index // width
     j = gl.where(index + width < gl.num_programs(0), j, gl.load(jobs.order + j))  # the last key head
@@ -80,7 +80,7 @@ def job_of(jobs, index, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, SLOT_K: gl
     full_begin = gl.minimum(gl.maximum(full_begin, begin), end)
     full_end = gl.load(jobs.end_full + block) // BLOCK_Q
     full_end = gl.maximum(gl.minimum(full_end, end), full_begin)
-    key = block * BLOCK_K + index % SPLIT * SLOT_K
+    key = block * BLOCK_K + index % SPLIT * PROGRAM_K
     return Job(key, head_k, gl.load(jobs.part + j), begin, full_begin, full_end, end)
 
 
@@ -89,18 +89,18 @@ def make_memory(q_rows, k_rows, v_rows, do_rows, lse_row, delta_row, STAGES: gl.
     """Allocates the shared memory. Rings have two readers: the consumer groups."""
     BLOCK_Q: gl.constexpr = q_rows.block_type.shape[0]
     D: gl.constexpr = q_rows.block_type.shape[1]
-    SLOT_K: gl.constexpr = k_rows.block_type.shape[0]
+    PROGRAM_K: gl.constexpr = k_rows.block_type.shape[0]
     dtype: gl.constexpr = q_rows.dtype
-    k = gl.allocate_shared_memory(dtype, [1, SLOT_K, D], k_rows.layout)
-    v = gl.allocate_shared_memory(dtype, [1, SLOT_K, D], v_rows.layout)
+    k = gl.allocate_shared_memory(dtype, [1, PROGRAM_K, D], k_rows.layout)
+    v = gl.allocate_shared_memory(dtype, [1, PROGRAM_K, D], v_rows.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, count=1)
     q = make_ring(gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, D], q_rows.layout), STAGES, 2)
-    do_slots = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, D], do_rows.layout)
-    do = Ring(do_slots, make_barriers(STAGES, 1), q.empty)
+    do_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, D], do_rows.layout)
+    do = Ring(do_stages, make_barriers(STAGES, 1), q.empty)
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], lse_row.layout)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], delta_row.layout)
-    return Memory(k, v, kv_full, q, do, lse, delta)
+    return KeyPassMemory(k, v, kv_full, q, do, lse, delta)
 
 
 @gluon.jit
@@ -145,11 +145,11 @@ def _load_queries(
     wait_empty(memory.q, i, STAGES)
     full = memory.q.full.index(s)
     mbarrier.expect(full, q_rows.block_type.nbytes + lse_row.block_type.nbytes)
-    tma.async_copy_global_to_shared(q_rows, [row, head * D], full, memory.q.slots.index(s))
+    tma.async_copy_global_to_shared(q_rows, [row, head * D], full, memory.q.stages.index(s))
     tma.async_copy_global_to_shared(lse_row, [head * lse_stride + row], full, memory.lse.index(s))
     full = memory.do.full.index(s)
     mbarrier.expect(full, do_rows.block_type.nbytes + delta_row.block_type.nbytes)
-    tma.async_copy_global_to_shared(do_rows, [row, head * D], full, memory.do.slots.index(s))
+    tma.async_copy_global_to_shared(do_rows, [row, head * D], full, memory.do.stages.index(s))
     tma.async_copy_global_to_shared(delta_row, [head * lse_stride + row], full, memory.delta.index(s))
 
 
@@ -240,10 +240,10 @@ def _sum_parts_kernel(
         tl.store(dv_ptr + offset, dv.to(dv_ptr.dtype.element_ty), mask=rows[:, None] < M)
 
 
-def sum_parts(parts: Tensor, dk: Tensor, dv: Tensor, plan: Plan) -> None:
+def sum_parts(parts: Tensor, dk: Tensor, dv: Tensor, lists: BlockLists) -> None:
     """Fills dk and dv of key blocks whose ranges were cut, from their parts [P, 2, KEYS, Hkv, D]."""
     m, heads_k, dim = dk.shape
     if len(parts):
-        _sum_parts_kernel[(min(JOBS, len(plan.range_order)), heads_k, KEYS // 32)](
-            parts, dk, dv, plan.range_order, plan.job_stop, m, heads_k, D=dim, BLOCK_K=KEYS, ROWS=32
+        _sum_parts_kernel[(min(JOBS, len(lists.range_order)), heads_k, KEYS // 32)](
+            parts, dk, dv, lists.range_order, lists.job_stop, m, heads_k, D=dim, BLOCK_K=KEYS, ROWS=32
         )

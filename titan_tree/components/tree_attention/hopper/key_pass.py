@@ -45,6 +45,7 @@ from titan_tree.components.rings import (
     wait_empty,
     wait_full,
 )
+from titan_tree.components.tree_attention.block_lists import KEYS, TILE, BlockLists, max_parts
 from titan_tree.components.tree_attention.hopper.jobs import (
     Jobs,
     count_masked,
@@ -58,14 +59,13 @@ from titan_tree.components.tree_attention.hopper.jobs import (
     store_keys,
     sum_parts,
 )
-from titan_tree.components.tree_attention.plan import KEYS, TILE, Plan, max_parts
 from titan_tree.components.tree_attention.triton_kernels.kernels import LN_2, LOG2_E
 
 
 class Exchange(NamedTuple):
     """The shared memory between the two groups that compute dS and the group that computes dq."""
 
-    ds: Ring  # slots [2, BLOCK_K, BLOCK_Q]: each group fills one half
+    ds: Ring  # stages [2, BLOCK_K, BLOCK_Q]: each group fills one half
     dq: gl.shared_memory_descriptor  # [2, BLOCK_Q, D / 2] fp32: the two halves of dq's columns
 
 
@@ -82,8 +82,8 @@ def _step(
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
     HALF_K: gl.constexpr = dk.shape[0]
-    slot = i % STAGES
-    q, do = memory.q.slots.index(slot), memory.do.slots.index(slot)
+    stage = i % STAGES
+    q, do = memory.q.stages.index(stage), memory.do.stages.index(stage)
     zero = gl.zeros([HALF_K, BLOCK_Q], gl.float32, SCORES)
     zero_index = opaque_zero(i)
     k = memory.k.index(zero_index).slice(group * HALF_K, HALF_K, 0)
@@ -91,11 +91,11 @@ def _step(
 
     wait_full(memory.q, i, STAGES)
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-    lse = memory.lse.index(slot).load(COLUMNS)
+    lse = memory.lse.index(stage).load(COLUMNS)
     s = warpgroup_mma_wait(0, [s])
     p = probabilities(s, lse, column_ptr, key, end, row, N, scale, MASK, SQUARE, BLOCK_Q, SCORES)
     wait_full(memory.do, i, STAGES)
-    delta = gl.expand_dims(memory.delta.index(slot).load(COLUMNS), 0)
+    delta = gl.expand_dims(memory.delta.index(stage).load(COLUMNS), 0)
     dp = warpgroup_mma(v, do.permute((1, 0)), zero - delta, is_async=True)
     dp = warpgroup_mma_wait(0, [dp])
     ds = (p * dp).to(q.dtype)
@@ -105,7 +105,7 @@ def _step(
     dk = warpgroup_mma(operand, q, dk, is_async=True)
     if WITH_DQ:  # for the third group, during both products
         wait_empty(exchange.ds, i, 2)
-        exchange.ds.slots.index(i % 2).slice(group * HALF_K, HALF_K, 0).store(ds)
+        exchange.ds.stages.index(i % 2).slice(group * HALF_K, HALF_K, 0).store(ds)
         fence_async_shared()
         mbarrier.arrive(exchange.ds.full.index(i % 2), count=1)
     dv, p, dk, operand = warpgroup_mma_wait(0, [dv, p, dk, operand])
@@ -166,7 +166,7 @@ def _add_dq(dq_rows, k, exchange, i, head, row, BLOCK_Q: gl.constexpr, D: gl.con
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_D, 16])
     zero = gl.zeros([BLOCK_Q, HALF_D], gl.float32, DQ)
     wait_full(exchange.ds, i, 2)
-    ds = exchange.ds.slots.index(i % 2).permute((1, 0))
+    ds = exchange.ds.stages.index(i % 2).permute((1, 0))
     for half in gl.static_range(2):
         k_half = k.slice(half * HALF_D, HALF_D, 1)
         dq = warpgroup_mma(ds, k_half, zero, use_acc=False, is_async=True)
@@ -223,9 +223,9 @@ def _keys_kernel(
     # group gets as many registers as the second.
     if WITH_DQ:
         ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], q_rows.dtype)
-        ds_slots = gl.allocate_shared_memory(q_rows.dtype, [2, BLOCK_K, BLOCK_Q], ds_layout)
-        dq_slots = gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q, D // 2], dq_rows.layout)
-        exchange = Exchange(make_ring(ds_slots, 2, 1, 2), dq_slots)
+        ds_stages = gl.allocate_shared_memory(q_rows.dtype, [2, BLOCK_K, BLOCK_Q], ds_layout)
+        dq_stages = gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q, D // 2], dq_rows.layout)
+        exchange = Exchange(make_ring(ds_stages, 2, 1, 2), dq_stages)
         fence_async_shared()
         gl.warp_specialize(
             [
@@ -268,30 +268,30 @@ def _scale_kernel(x_ptr, y_ptr, size, scale, BLOCK: tl.constexpr):
     tl.store(y_ptr + i, (x * scale).to(y_ptr.dtype.element_ty), mask=i < size)
 
 
-# Slots for query tiles by head dim, with dq and without: as many as fit into 227 KiB.
-SLOTS = {64: (4, 4), 128: (3, 4)}
+# Stages for query tiles by head dim, with dq and without: as many as fit into 227 KiB.
+STAGES = {64: (4, 4), 128: (3, 4)}
 
 
 def gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, end: Tensor, column: Tensor,
-    plan: Plan, scale: float, with_dq: bool,
+    lists: BlockLists, scale: float, with_dq: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Returns dk, dv and, if with_dq, dq, in the dtypes of their inputs. delta: see ``row_sums``."""
     (n, heads, dim), (m, heads_k, _) = q.shape, k.shape
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     dq_sum = torch.zeros_like(q, dtype=torch.float32) if with_dq else None
     parts = q.new_empty(max_parts(n, m), 2, KEYS, heads_k, dim, dtype=torch.float32)
-    n_jobs = len(plan.job_block)
+    n_jobs = len(lists.job_block)
     _keys_kernel[(n_jobs * heads_k,)](
         matrix(q, TILE, dim), matrix(k, KEYS, dim), matrix(v, KEYS, dim), matrix(do, TILE, dim),
         vector(lse, TILE), vector(delta, TILE),
         None if dq_sum is None else matrix(dq_sum, TILE, dim // 2), dk, dv, parts, end, column,
-        plan.first_full, plan.end_full, plan.job_block, plan.job_begin, plan.job_end, plan.job_part,
-        plan.job_order, n_jobs, n, m, lse.shape[1], heads_k, scale * LOG2_E.value,
-        G=heads // heads_k, BLOCK_Q=TILE, BLOCK_K=KEYS, D=dim, STAGES=SLOTS[dim][not with_dq],
+        lists.first_full, lists.end_full, lists.job_block, lists.job_begin, lists.job_end, lists.job_part,
+        lists.job_order, n_jobs, n, m, lse.shape[1], heads_k, scale * LOG2_E.value,
+        G=heads // heads_k, BLOCK_Q=TILE, BLOCK_K=KEYS, D=dim, STAGES=STAGES[dim][not with_dq],
         SQUARE=n == m, WITH_DQ=with_dq, num_warps=4,
     )  # fmt: skip
-    sum_parts(parts, dk, dv, plan)
+    sum_parts(parts, dk, dv, lists)
     if dq_sum is None:
         return dk, dv, None
     dq = torch.empty_like(q)

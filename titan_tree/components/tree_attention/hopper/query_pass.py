@@ -4,8 +4,8 @@ With P = exp2(S - lse), dP = dO V^T and delta = rowsum(O * dO):
 
     dQ = scale * (P * (dP - delta)) K
 
-Work items and pieces are those of the forward pass. In the loop of a group, S and dP of slot n overlap with
-dQ += dS K of slot n - 1.
+Work items and key groups are those of the forward pass. In the loop of a group, S and dP of step n overlap
+with dQ += dS K of step n - 1.
 
 Letters: N queries, M keys, H query heads, G = H / Hkv query heads per key head, D head dim.
 """
@@ -37,78 +37,78 @@ from titan_tree.components.rings import (
     wait_empty,
     wait_full,
 )
-from titan_tree.components.tree_attention.hopper.pieces import (
-    PIECE,
-    Lists,
+from titan_tree.components.tree_attention.block_lists import KEY_GROUP as KEY_GROUP_SIZE
+from titan_tree.components.tree_attention.block_lists import QUERIES, BlockLists
+from titan_tree.components.tree_attention.hopper.key_groups import (
+    KEY_GROUP,
+    GroupLists,
     count_rounds,
-    count_slots,
+    count_steps,
     heads_together,
     load_ends,
-    load_pieces,
+    load_key_groups,
     visible,
     work_item,
 )
-from titan_tree.components.tree_attention.plan import PIECE as PIECE_KEYS
-from titan_tree.components.tree_attention.plan import QUERIES, Plan
 from titan_tree.components.tree_attention.triton_kernels.kernels import LN_2, LOG2_E
 
 
-class Memory(NamedTuple):
+class QueryPassMemory(NamedTuple):
     """The shared memory of a program. A group has half of q, do and dq, and its own barriers in q's ring."""
 
-    q: Ring  # slots [1, BLOCK_Q, D], barriers [2, 1]
+    q: Ring  # stages [1, BLOCK_Q, D], barriers [2, 1]
     do: gl.shared_memory_descriptor  # [1, BLOCK_Q, D], filled with q
-    k: Ring  # slots [STAGES_K, BLOCK_K, D]
-    v: Ring  # slots [STAGES_V, BLOCK_K, D]
+    k: Ring  # stages [STAGES_K, BLOCK_K, D]
+    v: Ring  # stages [STAGES_V, BLOCK_K, D]
     end: gl.shared_memory_descriptor  # [STAGES_K, BLOCK_K], filled together with k if a mask is needed
     dq: gl.shared_memory_descriptor  # [1, BLOCK_Q, D]: the output
 
 
 @gluon.jit
-def _half(slots, group: gl.constexpr, zero, SIZE: gl.constexpr):
-    """The group's rows of the only slot. zero: 0 or ``opaque_zero``."""
-    return slots.index(zero).slice(group * SIZE, SIZE, 0)
+def _half(stages, group: gl.constexpr, zero, SIZE: gl.constexpr):
+    """The group's rows of the only stage. zero: 0 or ``opaque_zero``."""
+    return stages.index(zero).slice(group * SIZE, SIZE, 0)
 
 
 @gluon.jit
 def _producer(
-    q_rows, do_rows, k_pieces, v_pieces, k_rows, v_rows, end_row, memory, lists,
+    q_rows, do_rows, k_groups, v_groups, k_rows, v_rows, end_row, memory, lists,
     G: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr,
     STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
 ):  # fmt: skip
-    """Fetches, per work item, both halves of q and do, and k, ``end`` and v slot by slot."""
-    PIECES: gl.constexpr = BLOCK_K // PIECE
+    """Fetches, per work item, both halves of q and do, and k, ``end`` and v step by step."""
+    GROUPS: gl.constexpr = BLOCK_K // KEY_GROUP
     HALF_Q: gl.constexpr = BLOCK_Q // 2
-    slot_bytes: gl.constexpr = k_rows.block_type.nbytes
+    stage_bytes: gl.constexpr = k_rows.block_type.nbytes
     n = 0
     for turn in range(count_rounds(lists.n_items)):
         block, head, head_k = work_item(lists, turn, G)
-        list_ptr = lists.pieces + block.to(gl.int64) * lists.stride
-        _, n_masked, n_slots = count_slots(lists, block, PIECES)
+        list_ptr = lists.key_groups + block.to(gl.int64) * lists.stride
+        _, n_masked, n_steps = count_steps(lists, block, GROUPS)
         for group in gl.static_range(2):
             mbarrier.wait(memory.q.empty.index(group), (turn & 1) ^ 1)
             full = memory.q.full.index(group)
             mbarrier.expect(full, 2 * q_rows.block_type.nbytes)
             row = block * BLOCK_Q + group * HALF_Q
-            q, do = _half(memory.q.slots, group, 0, HALF_Q), _half(memory.do, group, 0, HALF_Q)
+            q, do = _half(memory.q.stages, group, 0, HALF_Q), _half(memory.do, group, 0, HALF_Q)
             tma.async_copy_global_to_shared(q_rows, [row, head * D], full, q)
             tma.async_copy_global_to_shared(do_rows, [row, head * D], full, do)
-        for i in range(n_slots):
+        for i in range(n_steps):
             s = n % STAGES_K
             wait_empty(memory.k, n, STAGES_K)
             full = memory.k.full.index(s)
             if i < n_masked:
-                mbarrier.expect(full, slot_bytes + BLOCK_K * 4)
-                load_ends(end_row, list_ptr, full, memory.end.index(s), PIECES)
+                mbarrier.expect(full, stage_bytes + BLOCK_K * 4)
+                load_ends(end_row, list_ptr, full, memory.end.index(s), GROUPS)
             else:
-                mbarrier.expect(full, slot_bytes)
-            load_pieces(k_pieces, k_rows, head_k * D, list_ptr, full, memory.k.slots.index(s), PIECES)
+                mbarrier.expect(full, stage_bytes)
+            load_key_groups(k_groups, k_rows, head_k * D, list_ptr, full, memory.k.stages.index(s), GROUPS)
             s = n % STAGES_V
             wait_empty(memory.v, n, STAGES_V)
             full = memory.v.full.index(s)
-            mbarrier.expect(full, slot_bytes)
-            load_pieces(v_pieces, v_rows, head_k * D, list_ptr, full, memory.v.slots.index(s), PIECES)
-            list_ptr += PIECES
+            mbarrier.expect(full, stage_bytes)
+            load_key_groups(v_groups, v_rows, head_k * D, list_ptr, full, memory.v.stages.index(s), GROUPS)
+            list_ptr += GROUPS
             n += 1
 
 
@@ -118,22 +118,22 @@ def _step(
     FIRST: gl.constexpr, MASK: gl.constexpr, DIAGONAL: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """dS of slot n, which overlaps with dq += dS k of slot n - 1. FIRST: there is no slot n - 1."""
+    """dS of step n, which overlaps with dq += dS k of step n - 1. FIRST: there is no step n - 1."""
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     HALF_Q: gl.constexpr = dq.shape[0]
     zero = gl.zeros([HALF_Q, BLOCK_K], gl.float32, SCORES)
     zero_index = opaque_zero(n)
-    q, do = _half(memory.q.slots, group, zero_index, HALF_Q), _half(memory.do, group, zero_index, HALF_Q)
+    q, do = _half(memory.q.stages, group, zero_index, HALF_Q), _half(memory.do, group, zero_index, HALF_Q)
     wait_full(memory.k, n, STAGES_K)
-    k = memory.k.slots.index(n % STAGES_K)
+    k = memory.k.stages.index(n % STAGES_K)
     s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     wait_full(memory.v, n, STAGES_V)
-    v = memory.v.slots.index(n % STAGES_V + zero_index)
+    v = memory.v.stages.index(n % STAGES_V + zero_index)
     dp = warpgroup_mma(do, v.permute((1, 0)), zero, use_acc=False, is_async=True)
     if FIRST:
         s = warpgroup_mma_wait(1, [s])
     else:
-        dq = warpgroup_mma(ds_before, memory.k.slots.index((n - 1) % STAGES_K), dq, is_async=True)
+        dq = warpgroup_mma(ds_before, memory.k.stages.index((n - 1) % STAGES_K), dq, is_async=True)
         s = warpgroup_mma_wait(2, [s])
     p = gl.exp2(s * scale - gl.expand_dims(lse, 1))
     if MASK:
@@ -162,12 +162,12 @@ def _consumer(
     HALF_Q: gl.constexpr = BLOCK_Q // 2
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    dq_slot = _half(memory.dq, group, 0, HALF_Q)
+    dq_half = _half(memory.dq, group, 0, HALF_Q)
     n = 0
     for turn in range(count_rounds(lists.n_items)):
         block, head, _ = work_item(lists, turn, G)
-        list_ptr = lists.pieces + block.to(gl.int64) * lists.stride
-        n_diagonal, n_masked, n_slots = count_slots(lists, block, BLOCK_K // PIECE)
+        list_ptr = lists.key_groups + block.to(gl.int64) * lists.stride
+        n_diagonal, n_masked, n_steps = count_steps(lists, block, BLOCK_K // KEY_GROUP)
         row = block * BLOCK_Q + group * HALF_Q
         rows = row + gl.arange(0, HALF_Q, gl.SliceLayout(1, SCORES))
         column = gl.load(column_ptr + rows, mask=rows < N, other=-1)
@@ -190,22 +190,22 @@ def _consumer(
                 group, memory, ds, dq, lse, delta, column, list_ptr, i, n + i, scale,
                 False, True, False, BLOCK_K, STAGES_K, STAGES_V, SCORES, OUT,
             )  # fmt: skip
-        for i in range(n_masked, n_slots):
+        for i in range(n_masked, n_steps):
             ds, dq = _step(
                 group, memory, ds, dq, lse, delta, column, list_ptr, i, n + i, scale,
                 False, False, False, BLOCK_K, STAGES_K, STAGES_V, SCORES, OUT,
             )  # fmt: skip
-        n += n_slots
+        n += n_steps
 
         if not DQ_IN_Q:
             mbarrier.arrive(memory.q.empty.index(group), count=1)
-        dq = warpgroup_mma(ds, memory.k.slots.index((n - 1) % STAGES_K), dq, is_async=True)
+        dq = warpgroup_mma(ds, memory.k.stages.index((n - 1) % STAGES_K), dq, is_async=True)
         dq, ds = warpgroup_mma_wait(0, [dq, ds])
         release(memory.k, n - 1, STAGES_K)
         tma.store_wait(0)
-        dq_slot.store((dq * (scale * LN_2)).to(dq_rows.dtype))
+        dq_half.store((dq * (scale * LN_2)).to(dq_rows.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(dq_rows, [row, head * D], dq_slot)
+        tma.async_copy_shared_to_global(dq_rows, [row, head * D], dq_half)
         if DQ_IN_Q:
             tma.store_wait(0)
             mbarrier.arrive(memory.q.empty.index(group), count=1)
@@ -214,28 +214,30 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["stride", "n_blocks", "n_items", "heads", "N", "lse_stride"])
 def _queries_kernel(
-    q_rows, do_rows, k_pieces, v_pieces, k_rows, v_rows, dq_rows, end_row, lse_ptr, delta_ptr, column_ptr,
-    pieces, n_diagonal, n_masked, n_pieces, query_order, stride, n_blocks, n_items, heads,
+    q_rows, do_rows, k_groups, v_groups, k_rows, v_rows, dq_rows, end_row, lse_ptr, delta_ptr, column_ptr,
+    key_groups, n_diagonal, n_masked, n_key_groups, query_order, stride, n_blocks, n_items, heads,
     N, lse_stride, scale,
     G: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES_K: gl.constexpr,
     STAGES_V: gl.constexpr, DQ_IN_Q: gl.constexpr,
 ):  # fmt: skip
     """Allocates shared memory and starts two consumer groups and the producer."""
     dtype: gl.constexpr = q_rows.dtype
-    q_slots = gl.allocate_shared_memory(dtype, [1, BLOCK_Q, D], q_rows.layout)
-    do_slots = gl.allocate_shared_memory(dtype, [1, BLOCK_Q, D], do_rows.layout)
-    k_slots = gl.allocate_shared_memory(dtype, [STAGES_K, BLOCK_K, D], k_rows.layout)
-    v_slots = gl.allocate_shared_memory(dtype, [STAGES_V, BLOCK_K, D], v_rows.layout)
-    end_slots = gl.allocate_shared_memory(gl.int32, [STAGES_K, BLOCK_K], end_row.layout)
+    q_stages = gl.allocate_shared_memory(dtype, [1, BLOCK_Q, D], q_rows.layout)
+    do_stages = gl.allocate_shared_memory(dtype, [1, BLOCK_Q, D], do_rows.layout)
+    k_stages = gl.allocate_shared_memory(dtype, [STAGES_K, BLOCK_K, D], k_rows.layout)
+    v_stages = gl.allocate_shared_memory(dtype, [STAGES_V, BLOCK_K, D], v_rows.layout)
+    end_stages = gl.allocate_shared_memory(gl.int32, [STAGES_K, BLOCK_K], end_row.layout)
     if DQ_IN_Q:
-        dq_slots = q_slots
+        dq_stages = q_stages
     else:
-        dq_slots = gl.allocate_shared_memory(dtype, [1, BLOCK_Q, D], dq_rows.layout)
-    q_ring = make_ring(q_slots, 2, 1)  # one slot per group: its half of q. Its barriers also guard dO.
-    k_ring, v_ring = make_ring(k_slots, STAGES_K, 2), make_ring(v_slots, STAGES_V, 2)
-    memory = Memory(q_ring, do_slots, k_ring, v_ring, end_slots, dq_slots)
+        dq_stages = gl.allocate_shared_memory(dtype, [1, BLOCK_Q, D], dq_rows.layout)
+    q_ring = make_ring(q_stages, 2, 1)  # one stage per group: its half of q. Its barriers also guard dO.
+    k_ring, v_ring = make_ring(k_stages, STAGES_K, 2), make_ring(v_stages, STAGES_V, 2)
+    memory = QueryPassMemory(q_ring, do_stages, k_ring, v_ring, end_stages, dq_stages)
     fence_async_shared()
-    lists = Lists(pieces, n_diagonal, n_masked, n_pieces, query_order, stride, n_blocks, n_items, heads)
+    lists = GroupLists(
+        key_groups, n_diagonal, n_masked, n_key_groups, query_order, stride, n_blocks, n_items, heads
+    )
     gl.warp_specialize(
         [
             (_consumer, (
@@ -247,7 +249,7 @@ def _queries_kernel(
                 N, lse_stride, scale, G, BLOCK_Q, BLOCK_K, D, STAGES_K, STAGES_V, DQ_IN_Q,
             )),
             (_producer, (
-                q_rows, do_rows, k_pieces, v_pieces, k_rows, v_rows, end_row, memory, lists,
+                q_rows, do_rows, k_groups, v_groups, k_rows, v_rows, end_row, memory, lists,
                 G, BLOCK_Q, BLOCK_K, D, STAGES_K, STAGES_V,
             )),
         ],
@@ -255,36 +257,36 @@ def _queries_kernel(
     )  # fmt: skip
 
 
-class Sizes(NamedTuple):
-    """Keys per slot, and slots per ring."""
+class Stages(NamedTuple):
+    """Keys per stage, and stages per ring."""
 
-    block_k: int
-    stages_k: int
-    stages_v: int
+    keys: int
+    k: int
+    v: int
 
 
 # By head dim: as much as fits into 240 registers per thread and 227 KiB.
-SIZES = {64: Sizes(128, 3, 3), 128: Sizes(64, 4, 4), 256: Sizes(64, 2, 1)}
+STAGES = {64: Stages(128, 3, 3), 128: Stages(64, 4, 4), 256: Stages(64, 2, 1)}
 
 
 def gradient(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, end: Tensor, column: Tensor,
-    plan: Plan, scale: float,
+    lists: BlockLists, scale: float,
 ) -> Tensor:  # fmt: skip
     """Returns dq [N, H, D] in the dtype of q. delta: see ``triton_kernels.row_sums``."""
     (n, heads, dim), heads_k = q.shape, k.shape[1]
-    sizes = SIZES[dim]
+    stages = STAGES[dim]
     dq = torch.empty_like(q)
-    n_blocks = len(plan.query_order)
+    n_blocks = len(lists.query_order)
     n_items = n_blocks * heads
     _queries_kernel[(min(n_items, num_multiprocessors(q.device)),)](
-        matrix(q, QUERIES // 2, dim), matrix(do, QUERIES // 2, dim), matrix(k, PIECE_KEYS, dim),
-        matrix(v, PIECE_KEYS, dim), matrix(k, sizes.block_k, dim), matrix(v, sizes.block_k, dim),
-        matrix(dq, QUERIES // 2, dim), vector(end, PIECE_KEYS), lse, delta, column,
-        plan.pieces, plan.n_diagonal, plan.n_masked, plan.n_pieces, plan.query_order,
-        plan.pieces.shape[1], n_blocks, n_items, heads_together(n_blocks, heads, heads_k),
+        matrix(q, QUERIES // 2, dim), matrix(do, QUERIES // 2, dim), matrix(k, KEY_GROUP_SIZE, dim),
+        matrix(v, KEY_GROUP_SIZE, dim), matrix(k, stages.keys, dim), matrix(v, stages.keys, dim),
+        matrix(dq, QUERIES // 2, dim), vector(end, KEY_GROUP_SIZE), lse, delta, column,
+        lists.key_groups, lists.n_diagonal, lists.n_masked, lists.n_key_groups, lists.query_order,
+        lists.key_groups.shape[1], n_blocks, n_items, heads_together(n_blocks, heads, heads_k),
         n, lse.shape[1], scale * LOG2_E.value,
-        G=heads // heads_k, BLOCK_Q=QUERIES, BLOCK_K=sizes.block_k, D=dim, STAGES_K=sizes.stages_k,
-        STAGES_V=sizes.stages_v, DQ_IN_Q=dim == 256, num_warps=4,
+        G=heads // heads_k, BLOCK_Q=QUERIES, BLOCK_K=stages.keys, D=dim, STAGES_K=stages.k,
+        STAGES_V=stages.v, DQ_IN_Q=dim == 256, num_warps=4,
     )  # fmt: skip
     return dq

@@ -27,6 +27,7 @@ from titan_tree.components.rings import (
     wait_empty,
     wait_full,
 )
+from titan_tree.components.tree_attention.block_lists import KEYS, TILE, BlockLists, max_parts
 from titan_tree.components.tree_attention.hopper.jobs import (
     Jobs,
     count_masked,
@@ -39,7 +40,6 @@ from titan_tree.components.tree_attention.hopper.jobs import (
     store_keys,
     sum_parts,
 )
-from titan_tree.components.tree_attention.plan import KEYS, TILE, Plan, max_parts
 from titan_tree.components.tree_attention.triton_kernels.kernels import LN_2, LOG2_E
 
 
@@ -50,14 +50,14 @@ def _value_step(
     SCORES: gl.constexpr, DK: gl.constexpr,
 ):  # fmt: skip
     """S, P (also for the other group) and dV, for one tile of queries."""
-    slot = i % STAGES
-    do = memory.do.slots.index(slot)
+    stage = i % STAGES
+    do = memory.do.stages.index(stage)
     zero = gl.zeros([dv.shape[0], BLOCK_Q], gl.float32, SCORES)
     k = memory.k.index(opaque_zero(i))
     wait_full(memory.q, i, STAGES)
-    q = memory.q.slots.index(slot)
+    q = memory.q.stages.index(stage)
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-    lse = memory.lse.index(slot).load(gl.SliceLayout(0, SCORES))
+    lse = memory.lse.index(stage).load(gl.SliceLayout(0, SCORES))
     s = warpgroup_mma_wait(0, [s])
     p = probabilities(s, lse, column_ptr, key, end, row, N, scale, MASK, SQUARE, BLOCK_Q, SCORES)
     operand = gl.convert_layout(p.to(do.dtype), gl.DotOperandLayout(0, DK, 2))
@@ -65,7 +65,7 @@ def _value_step(
     dv = warpgroup_mma(operand, do, dv, is_async=True)
     # For the other group, during the product.
     wait_empty(p_ring, i, 2)
-    p_ring.slots.index(i % 2).store(p)
+    p_ring.stages.index(i % 2).store(p)
     mbarrier.arrive(p_ring.full.index(i % 2), count=1)
     dv, operand = warpgroup_mma_wait(0, [dv, operand])
     release(memory.q, i, STAGES)
@@ -78,16 +78,16 @@ def _key_step(
     BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, DK: gl.constexpr,
 ):  # fmt: skip
     """dP, and dK with the other group's P, for one tile of queries."""
-    slot = i % STAGES
-    q, do = memory.q.slots.index(slot), memory.do.slots.index(slot)
+    stage = i % STAGES
+    q, do = memory.q.stages.index(stage), memory.do.stages.index(stage)
     zero = gl.zeros([dk.shape[0], BLOCK_Q], gl.float32, SCORES)
     v = memory.v.index(opaque_zero(i))
     wait_full(memory.do, i, STAGES)
     dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-    delta = memory.delta.index(slot).load(gl.SliceLayout(0, SCORES))
+    delta = memory.delta.index(stage).load(gl.SliceLayout(0, SCORES))
     dp = warpgroup_mma_wait(0, [dp])
     wait_full(p_ring, i, 2)
-    p = p_ring.slots.index(i % 2).load(SCORES)
+    p = p_ring.stages.index(i % 2).load(SCORES)
     ds = (p * (dp - gl.expand_dims(delta, 0))).to(q.dtype)
     release(p_ring, i, 2)
     ds = gl.convert_layout(ds, gl.DotOperandLayout(0, DK, 2))
@@ -190,24 +190,24 @@ def _wide_keys_kernel(
     )  # fmt: skip
 
 
-STAGES = 2  # slots for query tiles: as many as fit into 227 KiB
+STAGES = 2  # stages for query tiles: as many as fit into 227 KiB
 
 
 def gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, end: Tensor, column: Tensor,
-    plan: Plan, scale: float,
+    lists: BlockLists, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns dk and dv [M, Hkv, D] in the dtypes of k and v. delta: see ``triton_kernels.row_sums``."""
     (n, heads, dim), (m, heads_k, _) = q.shape, k.shape
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     parts = q.new_empty(max_parts(n, m), 2, KEYS, heads_k, dim, dtype=torch.float32)
-    n_jobs = len(plan.job_block)
+    n_jobs = len(lists.job_block)
     _wide_keys_kernel[(2 * n_jobs * heads_k,)](
         matrix(q, TILE, dim), matrix(k, KEYS // 2, dim), matrix(v, KEYS // 2, dim), matrix(do, TILE, dim),
-        vector(lse, TILE), vector(delta, TILE), dk, dv, parts, end, column, plan.first_full, plan.end_full,
-        plan.job_block, plan.job_begin, plan.job_end, plan.job_part, plan.job_order, n_jobs,
+        vector(lse, TILE), vector(delta, TILE), dk, dv, parts, end, column, lists.first_full, lists.end_full,
+        lists.job_block, lists.job_begin, lists.job_end, lists.job_part, lists.job_order, n_jobs,
         n, m, lse.shape[1], heads_k, scale * LOG2_E.value,
         G=heads // heads_k, BLOCK_Q=TILE, BLOCK_K=KEYS, D=dim, STAGES=STAGES, SQUARE=n == m, num_warps=4,
     )  # fmt: skip
-    sum_parts(parts, dk, dv, plan)
+    sum_parts(parts, dk, dv, lists)
     return dk, dv

@@ -16,17 +16,17 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_tree.components.tree_attention import operator
-from titan_tree.components.tree_attention.operator import Scoring
-from titan_tree.components.tree_attention.plan import (
+from titan_tree.components.tree_attention.block_lists import (
     DECODING_ROWS,
     KEYS,
     QUERIES,
-    DecodingPlan,
-    Plan,
-    WindowPlan,
+    BlockLists,
+    DecodingLists,
+    WindowLists,
     empty_lse,
     prepare,
 )
+from titan_tree.components.tree_attention.operator import Scoring
 from titan_tree.components.tree_attention.triton_kernels import kernels
 from titan_tree.tree.layout import TreeLayout
 
@@ -54,14 +54,14 @@ def refusal(q: Tensor, v: Tensor, scoring: Scoring, deterministic: bool) -> str 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout,
-    plan: Plan | WindowPlan, scale: float, scoring: Scoring, deterministic: bool,
+    prepared: BlockLists | WindowLists, scale: float, scoring: Scoring, deterministic: bool,
 ) -> Tensor:  # fmt: skip
     """See ``AttentionBackend.attention``."""
-    return operator.attention("triton", q, k, v, context, layout, plan, scale, scoring, deterministic)
+    return operator.attention("triton", q, k, v, context, layout, prepared, scale, scoring, deterministic)
 
 
 class Tile(NamedTuple):
-    """Tile sizes and launch options of one kernel. Tiles divide a plan's blocks of QUERIES and KEYS."""
+    """Tile sizes and launch options of one kernel. Tiles divide the blocks of QUERIES and KEYS."""
 
     block_q: int
     block_k: int
@@ -134,10 +134,10 @@ def _decoding_tile(q: Tensor) -> Tile:
     return DECODING_FP32 if q.dtype == torch.float32 else DECODING[128 if q.shape[2] <= 128 else 256]
 
 
-def _dkdv_tile(q: Tensor, v: Tensor, plan: Plan | WindowPlan, cap: float | None) -> Tile:
+def _dkdv_tile(q: Tensor, v: Tensor, lists: BlockLists | WindowLists, cap: float | None) -> Tile:
     tiles = _tiles(q, v)
     windows_spill = max(q.shape[2], v.shape[2]) > 128
-    if tiles.narrow_dkdv and (cap is not None or (windows_spill and isinstance(plan, WindowPlan))):
+    if tiles.narrow_dkdv and (cap is not None or (windows_spill and isinstance(lists, WindowLists))):
         return tiles.narrow_dkdv
     return tiles.dkdv
 
@@ -167,18 +167,18 @@ def _in_parts(x: Tensor, block: int) -> tuple[TensorDescriptor, TensorDescriptor
     return _rows(x[..., :first], block), _rows(x[..., first:], block)
 
 
-def _window(plan: Plan | WindowPlan | DecodingPlan) -> tuple[Tensor | None, Tensor | None]:
+def _window(lists: BlockLists | WindowLists | DecodingLists) -> tuple[Tensor | None, Tensor | None]:
     """Returns what kernels read about windows."""
-    return (plan.depth, plan.window_start) if isinstance(plan, WindowPlan) else (None, None)
+    return (lists.depth, lists.window_start) if isinstance(lists, WindowLists) else (None, None)
 
 
-def _queries(plan: Plan | WindowPlan) -> tuple[Tensor | None, ...]:
+def _queries(lists: BlockLists | WindowLists) -> tuple[Tensor | None, ...]:
     """Returns what ``_dkdv_kernel`` reads about the queries of key blocks: ranges or lists, and the order."""
-    if isinstance(plan, Plan):
-        ranges = plan.first, plan.first_full, plan.end_full, plan.last
-        return *ranges, None, None, None, plan.range_order
-    lists = plan.query_blocks, plan.n_partial_queries, plan.n_visible_queries
-    return None, None, None, None, *lists, plan.key_order
+    if isinstance(lists, BlockLists):
+        ranges = lists.first, lists.first_full, lists.end_full, lists.last
+        return *ranges, None, None, None, lists.range_order
+    blocks = lists.query_blocks, lists.n_partial_queries, lists.n_visible_queries
+    return None, None, None, None, *blocks, lists.key_order
 
 
 def _precision(q: Tensor) -> str:
@@ -186,21 +186,21 @@ def _precision(q: Tensor) -> str:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, plan: Plan | WindowPlan | DecodingPlan,
-    scale: float, scoring: Scoring,
+    q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor,
+    lists: BlockLists | WindowLists | DecodingLists, scale: float, scoring: Scoring,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See ``KernelBackend.forward``."""
     (n, heads, _), (m, heads_k, dim_v) = q.shape, v.shape
     o, lse = q.new_empty(n, heads, dim_v), empty_lse(q)
     sinks = None if scoring.sinks is None else scoring.sinks.contiguous()
-    is_decoding, group = isinstance(plan, DecodingPlan), heads // heads_k
+    is_decoding, group = isinstance(lists, DecodingLists), heads // heads_k
     tile = _decoding_tile(q) if is_decoding else _tiles(q, v).forward
     q_split = (DECODING_ROWS if is_decoding else QUERIES) // tile.block_q
-    kernels._forward_kernel[(len(plan.query_order) * q_split * group, heads_k)](
+    kernels._forward_kernel[(len(lists.query_order) * q_split * group, heads_k)](
         *_in_parts(q, tile.block_q), *_in_parts(k, tile.block_k), _rows(v, tile.block_k),
         _rows(o, tile.block_q), lse, end, column,
-        plan.key_blocks, plan.n_partial, plan.n_visible, plan.query_order, *_window(plan), sinks,
-        n, m, plan.key_blocks.shape[1], lse.shape[1], scale,
+        lists.key_blocks, lists.n_partial, lists.n_visible, lists.query_order, *_window(lists), sinks,
+        n, m, lists.key_blocks.shape[1], lse.shape[1], scale,
         G=group, DV=_padded(dim_v), BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, Q_SPLIT=q_split,
         K_SPLIT=KEYS // tile.block_k, CAP=_cap(scoring), PRECISION=_precision(q),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -208,24 +208,24 @@ def forward(
     return o, lse
 
 
-def decode(q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, plan: DecodingPlan) -> Tensor:
+def decode(q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, lists: DecodingLists) -> Tensor:
     """Returns the attention [N, H, D] of one query per path on the keys of a tree.
 
     Args:
         q: [N, H, D].
         k, v: [M, Hkv, D]. Values must be finite, even if no query sees them.
-        end, column: see ``KernelBackend.forward``. A column lies between those that ``plan`` was made for.
+        end, column: see ``KernelBackend.forward``. A column lies between those that ``lists`` was made for.
     """
-    return forward(q, k, v, end, column, plan, q.shape[2] ** -0.5, operator.PLAIN)[0]
+    return forward(q, k, v, end, column, lists, q.shape[2] ** -0.5, operator.PLAIN)[0]
 
 
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, end: Tensor, column: Tensor,
-    plan: Plan | WindowPlan, scale: float, scoring: Scoring, deterministic: bool,
+    lists: BlockLists | WindowLists, scale: float, scoring: Scoring, deterministic: bool,
 ) -> list[Tensor]:  # fmt: skip
     """See ``KernelBackend.backward``. The gradients are always deterministic."""
     delta = row_sums(do, o, lse)
-    inputs = do, q, k, v, lse, delta, end, column, plan, scale, _cap(scoring)
+    inputs = do, q, k, v, lse, delta, end, column, lists, scale, _cap(scoring)
     gradients = [_query_gradients(*inputs), *_key_gradients(*inputs)]
     if scoring.sinks is not None:  # the softmax gives sink h the weight w[h, n], but it has no value
         w = torch.exp2(scoring.sinks.float()[:, None] * kernels.LOG2_E.value - lse)
@@ -244,17 +244,17 @@ def row_sums(do: Tensor, o: Tensor, lse: Tensor) -> Tensor:
 
 def _key_gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, end: Tensor, column: Tensor,
-    plan: Plan | WindowPlan, scale: float, cap: float | None,
+    lists: BlockLists | WindowLists, scale: float, cap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns dk and dv."""
     (n, heads, dim), (m, heads_k, dim_v) = q.shape, v.shape
     dk, dv = torch.empty_like(k), torch.empty_like(v)
-    tile = _dkdv_tile(q, v, plan, cap)
+    tile = _dkdv_tile(q, v, lists, cap)
     k_split = KEYS // tile.block_k
     kernels._dkdv_kernel[(triton.cdiv(m, KEYS) * k_split, heads_k)](
         _rows(q, tile.block_q), _rows(k, tile.block_k), _rows(v, tile.block_k), _rows(do, tile.block_q),
         lse, delta, _rows(dk, tile.block_k), _rows(dv, tile.block_k), end, column,
-        *_queries(plan), *_window(plan), n, m, plan.key_blocks.shape[0], lse.shape[1], scale,
+        *_queries(lists), *_window(lists), n, m, lists.key_blocks.shape[0], lse.shape[1], scale,
         G=heads // heads_k, D=_padded(dim), DV=_padded(dim_v), BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k,
         Q_SPLIT=QUERIES // tile.block_q, K_SPLIT=k_split, CAP=cap, PRECISION=_precision(q),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -264,18 +264,18 @@ def _key_gradients(
 
 def _query_gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, end: Tensor, column: Tensor,
-    plan: Plan | WindowPlan, scale: float, cap: float | None,
+    lists: BlockLists | WindowLists, scale: float, cap: float | None,
 ) -> Tensor:  # fmt: skip
     """Returns dq."""
     (n, heads, dim), (m, heads_k, _) = q.shape, k.shape
     dq = torch.empty_like(q)
     tile, group = _tiles(q, v).dq, heads // heads_k
     q_split = QUERIES // tile.block_q
-    kernels._dq_kernel[(len(plan.query_order) * q_split * group, heads_k)](
+    kernels._dq_kernel[(len(lists.query_order) * q_split * group, heads_k)](
         _rows(q, tile.block_q), _rows(k, tile.block_k), _rows(v, tile.block_k), _rows(do, tile.block_q),
         lse, delta, _rows(dq, tile.block_q), end, column,
-        plan.key_blocks, plan.n_partial, plan.n_visible, plan.query_order, *_window(plan),
-        n, m, plan.key_blocks.shape[1], lse.shape[1], scale,
+        lists.key_blocks, lists.n_partial, lists.n_visible, lists.query_order, *_window(lists),
+        n, m, lists.key_blocks.shape[1], lse.shape[1], scale,
         G=group, D=_padded(dim), BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, Q_SPLIT=q_split,
         K_SPLIT=KEYS // tile.block_k, CAP=cap, PRECISION=_precision(q),
         num_warps=tile.num_warps, num_stages=tile.num_stages,

@@ -4,14 +4,14 @@ The algorithm is FlashAttention-2 (Dao, arXiv:2307.08691). Scores are in base 2,
 The forward pass saves ``lse``, the log2 of each row's sum. dk and dv come from one backward pass, dq from
 another, so every sum has a fixed order and the gradients are deterministic.
 
-What the tree changes is which tiles a program visits (``plan``). A program that keeps a block of queries
-walks the list of key blocks that those queries see: first the partly visible ones, with a mask, then the
-fully visible ones, without. A program that keeps a block of keys walks the one contiguous range of queries
-that see it.
+What the tree changes is which tiles a program visits (``block_lists.py``). A program that keeps a block of
+queries walks the list of key blocks that those queries see: first the partly visible ones, with a mask, then
+the fully visible ones, without. A program that keeps a block of keys walks the one contiguous range of
+queries that see it.
 
-A plan's blocks are QUERIES x KEYS. A kernel's tiles may be smaller: Q_SPLIT tiles make a query block, K_SPLIT
-a key block. ``*_rows`` are tensor descriptors of matrices [N, H * D]: coordinates are a row and a column.
-Rows past the end read as zero and are never written. ``*_ptr`` are plain pointers.
+Blocks of the lists are QUERIES x KEYS. A kernel's tiles may be smaller: Q_SPLIT tiles make a query block,
+K_SPLIT a key block. ``*_rows`` are tensor descriptors of matrices [N, H * D]: coordinates are a row and a
+column. Rows past the end read as zero and are never written. ``*_ptr`` are plain pointers.
 
 The backward pass, with P = exp2(S - lse) and delta = rowsum(O * dO):
 
@@ -20,7 +20,7 @@ The backward pass, with P = exp2(S - lse) and delta = rowsum(O * dO):
 Options, which cost nothing if they are absent, because their arguments are then None at compile time:
 
 - a sliding window: ``depth_ptr`` [M] has the depths of keys, and ``start_ptr`` [N] the depth of the first key
-  in each query's window. The lists leave out blocks outside of all windows (``WindowPlan``).
+  in each query's window. The lists leave out blocks outside of all windows (``WindowLists``).
 - a soft cap: CAP is the cap of scores in base 2.
 - sinks: ``sinks_ptr`` [H]. The online softmax begins with the sink, which has no value.
 

@@ -1,4 +1,4 @@
-"""The plan of a batch: which blocks of queries and keys meet, for the kernels of "triton" and "hopper".
+"""Block lists of a batch: which blocks of queries and keys meet, for the kernels of "triton" and "hopper".
 
 Key k is visible to query q iff ``k <= c < end[k]`` with ``c = key_index[q]`` and ``end``, the exclusive end
 of the key's subtree in DFS order. This costs one int32 per key. Two facts make it cheap for blocks as well:
@@ -9,10 +9,10 @@ of the key's subtree in DFS order. This costs one int32 per key. Two facts make 
 - A pass that keeps a block of queries reads a list of the key blocks that the queries see.
 
 A sliding window counts tokens of a path, so the queries that see a key are no range any more. A layer with a
-window has a plan of its own (``WindowPlan``), which has lists for both passes.
+window has lists of its own for both passes (``WindowLists``).
 
-The plan is made by tensor operations on the layout's device. The host never waits for the device, since all
-shapes depend on N and M alone. The largest tensor is the list of pieces: N * M / 4096 int32.
+They are made by tensor operations on the layout's device. The host never waits for the device, since all
+shapes depend on N and M alone. The largest tensor lists key groups: N * M / 4096 int32.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from titan_tree.tree.layout import TreeLayout
 # Granularity. A kernel's own tiles may be smaller, if they divide these.
 QUERIES = 128  # queries per query block: there is one list per query block
 KEYS = 128  # keys per key block: the unit of ranges and of the list of key blocks
-PIECE = 32  # keys per piece: the unit of the finer list
+KEY_GROUP = 32  # keys per key group: the unit of the finer list
 TILE = 64  # queries per tile: the unit of jobs
-DECODING_ROWS = 16  # queries per query block of a DecodingPlan
+DECODING_ROWS = 16  # queries per query block of ``DecodingLists``
 
 # A key block's range of queries is cut into jobs. A job has at most 1 / JOBS of the tiles of all ranges.
 # Otherwise the multiprocessors that get the trunk, which all queries see, would finish last. With 8 key
@@ -42,23 +42,23 @@ JOBS = 128
 SHORTEST_JOB = 8
 
 
-class Plan(NamedTuple):
-    """Int32 tensors. nq = ceil(N / QUERIES), nk = ceil(M / KEYS), np = ceil(M / PIECE), nj = nk + JOBS.
+class BlockLists(NamedTuple):
+    """Int32 tensors. nq = ceil(N / QUERIES), nk = ceil(M / KEYS), ng = ceil(M / KEY_GROUP), nj = nk + JOBS.
 
-    The docstrings below call these tensors the columns of the plan. They are not stacked into one tensor:
-    torch.compile takes sizes that are equal by chance for the same size. If nq or nk equaled the constant
-    number of columns in one batch, the graph would be recompiled for batches in which they differ.
+    They are not stacked into one tensor: torch.compile takes sizes that are equal by chance for the same
+    size. If nq or nk equaled the constant number of tensors in one batch, the graph would be recompiled for
+    batches in which they differ.
     """
 
-    # Key blocks and, finer, key pieces that each query block sees.
+    # Key blocks and, finer, key groups that each query block sees.
     key_blocks: Tensor  # [nq, nk]: partly visible, then fully visible, then unused
     n_partial: Tensor  # [nq]: how many are partly visible
     n_visible: Tensor  # [nq]: how many are visible
-    # [nq, np + 3]: on the diagonal, partly visible, 0 to 3 padding pieces past M, fully visible, unused
-    pieces: Tensor
-    n_diagonal: Tensor  # [nq]: how many pieces reach the block's first query or lie past it: at least one
-    n_masked: Tensor  # [nq]: how many pieces are not fully visible
-    n_pieces: Tensor  # [nq]: how many pieces to read: a multiple of 4
+    # [nq, ng + 3]: on the diagonal, partly visible, 0 to 3 padding groups past M, fully visible, unused
+    key_groups: Tensor
+    n_diagonal: Tensor  # [nq]: how many groups reach the block's first query or lie past it: at least one
+    n_masked: Tensor  # [nq]: how many groups are not fully visible
+    n_key_groups: Tensor  # [nq]: how many groups to read: a multiple of 4
     query_order: Tensor  # [nq]: query blocks, most work first
     # The range of queries that sees each key block.
     first: Tensor  # [nk]: queries first .. last - 1 see some key of the block
@@ -75,13 +75,13 @@ class Plan(NamedTuple):
     job_order: Tensor  # [nj]: jobs, most work first
 
 
-class WindowPlan(NamedTuple):
-    """Int32 tensors for layers with a sliding window. Backend "triton" reads them. nq, nk: see ``Plan``.
+class WindowLists(NamedTuple):
+    """Int32 tensors for layers with a sliding window. Backend "triton" reads them. nq, nk: ``BlockLists``.
 
     The lists leave out blocks whose deepest key is above the windows of all queries of the other block.
     """
 
-    key_blocks: Tensor  # [nq, nk]: key blocks that each query block sees, ordered as in ``Plan``
+    key_blocks: Tensor  # [nq, nk]: key blocks that each query block sees, ordered as in ``BlockLists``
     n_partial: Tensor  # [nq]: how many are partly visible
     n_visible: Tensor  # [nq]: how many are visible
     query_order: Tensor  # [nq]: query blocks, most work first
@@ -93,10 +93,10 @@ class WindowPlan(NamedTuple):
     window_start: Tensor  # [N]: the depth of the first key in each query's window
 
 
-class DecodingPlan(NamedTuple):
+class DecodingLists(NamedTuple):
     """Int32 tensors for N queries, each the newest token of its path. nq = ceil(N / DECODING_ROWS).
 
-    Attributes: see ``Plan``.
+    Attributes: see ``BlockLists``.
     """
 
     key_blocks: Tensor
@@ -105,18 +105,18 @@ class DecodingPlan(NamedTuple):
     query_order: Tensor  # [nq]: query blocks, most work first
 
 
-def plan_of(columns: Sequence[Tensor]) -> Plan | WindowPlan:
-    """Returns the plan that has these columns."""
-    return Plan(*columns) if len(columns) == len(Plan._fields) else WindowPlan(*columns)
+def lists_of(tensors: Sequence[Tensor]) -> BlockLists | WindowLists:
+    """Returns the block lists that consist of these tensors."""
+    return BlockLists(*tensors) if len(tensors) == len(BlockLists._fields) else WindowLists(*tensors)
 
 
 def table_bytes(queries: int, keys: int) -> int:
-    """Returns the bytes of the two large tables of a plan, ``key_blocks`` and ``pieces``."""
-    return 4 * math.ceil(queries / QUERIES) * (math.ceil(keys / KEYS) + math.ceil(keys / PIECE) + 3)
+    """Returns the bytes of the two largest block lists, ``key_blocks`` and ``key_groups``."""
+    return 4 * math.ceil(queries / QUERIES) * (math.ceil(keys / KEYS) + math.ceil(keys / KEY_GROUP) + 3)
 
 
-def prepare(layout: TreeLayout, window: int | None = None) -> Plan | WindowPlan:
-    """Returns the plan of a layout, on its device. All layers with one window and the recomputation share it.
+def prepare(layout: TreeLayout, window: int | None = None) -> BlockLists | WindowLists:
+    """Returns the block lists of a layout, on its device. All layers with one window share them.
 
     Args:
         window: tokens of a path that a query sees, see ``Scoring``; None: all.
@@ -131,14 +131,14 @@ def prepare(layout: TreeLayout, window: int | None = None) -> Plan | WindowPlan:
             f"got {end.dtype}, {column.dtype}, {len(column)} queries"
         )
     if window is not None:
-        return _window_plan(layout, window)
+        return _window_lists(layout, window)
     query_bounds = _block_bounds(column, QUERIES, pad=column[-1:])
-    columns = *_key_blocks(end, *query_bounds), *_pieces(end, *query_bounds), *_ranges_and_jobs(end, column)
-    return Plan(*(x.int() for x in columns))
+    lists = _key_blocks(end, *query_bounds) | _key_groups(end, *query_bounds) | _ranges_and_jobs(end, column)
+    return BlockLists(**{name: x.int() for name, x in lists.items()})
 
 
-def decoding_plan(end: Tensor, first: Tensor, last: Tensor) -> DecodingPlan:
-    """Returns the plan for queries that move along their paths, from columns ``first`` to columns ``last``.
+def decoding_lists(end: Tensor, first: Tensor, last: Tensor) -> DecodingLists:
+    """Returns the block lists of queries that move along their paths, from columns ``first`` to ``last``.
 
     Args:
         end: [M] int32, ``TreeLayout.subtree_end``; 0 for a key that no query sees.
@@ -146,9 +146,9 @@ def decoding_plan(end: Tensor, first: Tensor, last: Tensor) -> DecodingPlan:
     """
     lowest, _ = _block_bounds(first, DECODING_ROWS, pad=first[-1:])
     _, highest = _block_bounds(last, DECODING_ROWS, pad=last[-1:])
-    lists, n_partial, n_visible = _key_blocks(end, lowest, highest)
-    order = n_visible.argsort(stable=True, descending=True)
-    return DecodingPlan(*(x.int() for x in (lists, n_partial, n_visible, order)))
+    lists = _key_blocks(end, lowest, highest)
+    lists["query_order"] = lists["n_visible"].argsort(stable=True, descending=True)
+    return DecodingLists(**{name: x.int() for name, x in lists.items()})
 
 
 def max_parts(n: int, m: int) -> int:
@@ -169,7 +169,7 @@ def empty_lse(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[1], -(-q.shape[0] // QUERIES) * QUERIES, dtype=torch.float32)
 
 
-def _window_plan(layout: TreeLayout, window: int) -> WindowPlan:
+def _window_lists(layout: TreeLayout, window: int) -> WindowLists:
     end, column = layout.subtree_end, layout.key_index
     depth = layout.key_depths()
     start = depth[column] - (window - 1)
@@ -178,11 +178,20 @@ def _window_plan(layout: TreeLayout, window: int) -> WindowPlan:
     first_start, last_start = _block_bounds(start, QUERIES, pad=start[-1:])
     seen &= deepest >= first_start[:, None]
     full &= shallowest >= last_start[:, None]
-    columns: list[Tensor] = []
-    for seen_by_row, full_by_row in ((seen, full), (seen.T.contiguous(), full.T.contiguous())):
-        lists, n_partial, n_visible = _lists(seen_by_row, full_by_row)
-        columns += lists, n_partial, n_visible, n_visible.argsort(stable=True, descending=True)
-    return WindowPlan(*(x.int() for x in (*columns, depth, start)))
+    key_blocks, n_partial, n_visible = _lists(seen, full)
+    query_blocks, n_partial_queries, n_visible_queries = _lists(seen.T.contiguous(), full.T.contiguous())
+    return WindowLists(
+        key_blocks=key_blocks.int(),
+        n_partial=n_partial.int(),
+        n_visible=n_visible.int(),
+        query_order=n_visible.argsort(stable=True, descending=True).int(),
+        query_blocks=query_blocks.int(),
+        n_partial_queries=n_partial_queries.int(),
+        n_visible_queries=n_visible_queries.int(),
+        key_order=n_visible_queries.argsort(stable=True, descending=True).int(),
+        depth=depth.int(),
+        window_start=start.int(),
+    )
 
 
 def _lists(seen: Tensor, full: Tensor) -> tuple[Tensor, ...]:
@@ -197,26 +206,28 @@ def _lists(seen: Tensor, full: Tensor) -> tuple[Tensor, ...]:
     return kind.argsort(dim=1, stable=True), n_visible - full.sum(1), n_visible
 
 
-def _key_blocks(end: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, ...]:
-    """Returns the plan's columns key_blocks, n_partial and n_visible.
-
-    The queries of block i have key columns first[i] .. last[i].
-    """
+def _key_blocks(end: Tensor, first: Tensor, last: Tensor) -> dict[str, Tensor]:
+    """Returns the lists of key blocks. The queries of block i have key columns first[i] .. last[i]."""
     seen, full, _ = _visibility(end, KEYS, first, last)
-    return _lists(seen, full)
+    return dict(zip(("key_blocks", "n_partial", "n_visible"), _lists(seen, full), strict=True))
 
 
-def _pieces(end: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, ...]:
-    """Returns the plan's columns from pieces to query_order. ``first``, ``last``: see ``_key_blocks``."""
-    seen, full, diagonal = _visibility(end, PIECE, first, last)
+def _key_groups(end: Tensor, first: Tensor, last: Tensor) -> dict[str, Tensor]:
+    """Returns the lists of key groups, and query_order. ``first``, ``last``: see ``_key_blocks``."""
+    seen, full, diagonal = _visibility(end, KEY_GROUP, first, last)
     n_seen = seen.sum(1)
     padding = -n_seen % 4
     kind = _bytes_like(seen, 4).masked_fill_(seen, 1).masked_fill_(diagonal, 0).masked_fill_(full, 3)
     is_padding = torch.arange(3, device=end.device) < padding[:, None]
     kind = torch.cat([kind, _bytes_like(is_padding, 4).masked_fill_(is_padding, 2)], dim=1)
-    n_pieces = n_seen + padding
-    by_work = n_pieces.argsort(stable=True, descending=True)
-    return kind.argsort(dim=1, stable=True), diagonal.sum(1), n_pieces - full.sum(1), n_pieces, by_work
+    n_key_groups = n_seen + padding
+    return {
+        "key_groups": kind.argsort(dim=1, stable=True),
+        "n_diagonal": diagonal.sum(1),
+        "n_masked": n_key_groups - full.sum(1),
+        "n_key_groups": n_key_groups,
+        "query_order": n_key_groups.argsort(stable=True, descending=True),
+    }
 
 
 def _visibility(end: Tensor, size: int, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -238,8 +249,8 @@ def _bytes_like(mask: Tensor, value: int) -> Tensor:
     return torch.full_like(mask, value, dtype=torch.uint8)
 
 
-def _ranges_and_jobs(end: Tensor, column: Tensor) -> tuple[Tensor, ...]:
-    """Returns the columns from ``first`` to the last one."""
+def _ranges_and_jobs(end: Tensor, column: Tensor) -> dict[str, Tensor]:
+    """Returns the ranges of queries that see each key block, and their jobs."""
     lowest, highest = _block_bounds(end, KEYS, pad=end.new_zeros(1))
     first_k = torch.arange(0, len(end), KEYS, device=end.device, dtype=torch.int32)
     bounds = torch.stack([first_k, first_k + KEYS - 1, lowest, highest])
@@ -249,11 +260,12 @@ def _ranges_and_jobs(end: Tensor, column: Tensor) -> tuple[Tensor, ...]:
     first_tile = first // TILE
     work = torch.where(first < last, (last + TILE - 1) // TILE - first_tile, 0)
     work, order = work.sort(stable=True, descending=True)
-    return first, first_full, end_full, last, order, *_jobs(work, order, first_tile)
+    ranges = {"first": first, "first_full": first_full, "end_full": end_full, "last": last}
+    return ranges | {"range_order": order} | _jobs(work, order, first_tile)
 
 
-def _jobs(work: Tensor, order: Tensor, first_tile: Tensor) -> tuple[Tensor, ...]:
-    """Cuts the ranges of queries into jobs and returns the columns job_*.
+def _jobs(work: Tensor, order: Tensor, first_tile: Tensor) -> dict[str, Tensor]:
+    """Cuts the ranges of queries into jobs and returns the lists job_*.
 
     Args:
         work: [nk] number of tiles of each range, in descending order.
@@ -275,8 +287,14 @@ def _jobs(work: Tensor, order: Tensor, first_tile: Tensor) -> tuple[Tensor, ...]
     begin, end = (torch.where(used, first_tile[block] + x, -1) for x in (begin, end))
     # Only the ranges with the most work are cut. Their jobs therefore have the lowest numbers, and the number
     # of such a job is also the number of its part.
-    columns = block, begin, end, torch.where(of > 1, job, -1)
-    return stop, *(x[by_block] for x in columns), by_work
+    return {
+        "job_stop": stop,
+        "job_block": block[by_block],
+        "job_begin": begin[by_block],
+        "job_end": end[by_block],
+        "job_part": torch.where(of > 1, job, -1)[by_block],
+        "job_order": by_work,
+    }
 
 
 def _block_bounds(values: Tensor, block: int, pad: Tensor) -> tuple[Tensor, Tensor]:

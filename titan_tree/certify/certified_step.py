@@ -36,7 +36,7 @@ STD_B = 0.02  # of the factors B of a new LoRA
 
 
 @dataclass
-class Subject:
+class CertifiedStep:
     """The model, its step, and the trees of the first step.
 
     Attributes:
@@ -68,8 +68,8 @@ class Subject:
 
 
 @contextmanager
-def opened(config: Config, max_tokens: int) -> Iterator[Subject]:
-    """Yields the subject of a configuration of training or of reinforcement learning. Collective.
+def opened(config: Config, max_tokens: int) -> Iterator[CertifiedStep]:
+    """Yields what is certified of a configuration of training or of reinforcement learning. Collective.
 
     Args:
         max_tokens: maximum sum of the lengths of all paths. Two that do not fit are cut around their branch.
@@ -81,25 +81,25 @@ def opened(config: Config, max_tokens: int) -> Iterator[Subject]:
     data = dataclasses.replace(config.data, replay="off")
     config = dataclasses.replace(config, data=data, router_loss=RouterLoss())
     make = _of_rollouts(config) if isinstance(config, RLRunConfig) else _of_files(config)
-    with make as subject:
-        _draw_updates(subject)
-        loss = subject.tree_step.loss
-        trees = _first(subject.trees, max_tokens, whole=loss.spec.compares_paths)
-        subject.micro_batches = pack(trees, config.data.max_tokens)
-        if not any(path.weight and (path.loss_mask[1:] > 0).any() for path in subject.paths):
+    with make as certified:
+        _draw_updates(certified)
+        loss = certified.tree_step.loss
+        trees = _first(certified.trees, max_tokens, whole=loss.spec.compares_paths)
+        certified.micro_batches = pack(trees, config.data.max_tokens)
+        if not any(path.weight and (path.loss_mask[1:] > 0).any() for path in certified.paths):
             raise UserError(
-                f"titan-tree certify: the loss counts none of the {sum(map(len, subject.paths)):,} tokens "
+                f"titan-tree certify: the loss counts none of the {sum(map(len, certified.paths)):,} tokens "
                 "that are compared, because loss masks or weights are 0; raise --tokens, or check the data"
             )
-        _draw_advantages(subject)
+        _draw_advantages(certified)
         if loss.reduction in COUNT_ONCE:
-            for tree in subject.trees:
+            for tree in certified.trees:
                 tree.weigh_edges()
-        yield subject
+        yield certified
 
 
 @contextmanager
-def _of_files(config: Config) -> Iterator[Subject]:
+def _of_files(config: Config) -> Iterator[CertifiedStep]:
     mesh, device = init_distributed(config.parallel.timeout_s)
     try:
         loss = build_loss(config.loss)
@@ -108,13 +108,13 @@ def _of_files(config: Config) -> Iterator[Subject]:
         # Each rank reads all groups.
         (micro_batches,) = build_dataset(reader, config, 1, OneRank(), is_balanced=True).steps(1)
         source = ", ".join(map(str, config.data.files))
-        yield Subject(config, build_tree_step(config, model, loss, device), micro_batches, source)
+        yield CertifiedStep(config, build_tree_step(config, model, loss, device), micro_batches, source)
     finally:
         dist.destroy_process_group()
 
 
 @contextmanager
-def _of_rollouts(config: RLRunConfig) -> Iterator[Subject]:
+def _of_rollouts(config: RLRunConfig) -> Iterator[CertifiedStep]:
     """Samples the rollouts of one task. A warm start that is complete gives the weights."""
     warm = Path(config.folder) / "warm_start" / "hf"
     with TemporaryDirectory() as folder:
@@ -133,24 +133,24 @@ def _of_rollouts(config: RLRunConfig) -> Iterator[Subject]:
             trees = [TokenTree.from_paths(paths) for paths in trainer.paths(1)]
             trainer.add_logprobs(trees)
             source = f"rollouts of {config.rl.environment}, sampled by {type(trainer.sampler).__name__}"
-            yield Subject(config, trainer.tree_step, [trees], source)
+            yield CertifiedStep(config, trainer.tree_step, [trees], source)
         finally:
             trainer.close()
 
 
-def _draw_updates(subject: Subject) -> None:
+def _draw_updates(certified: CertifiedStep) -> None:
     """Draws the factors B of a new LoRA, which are 0: the updates would otherwise not be tested."""
-    factors = {n: s for n, s in weight_shards(subject.tree_step.model).items() if n.endswith("_lora_B")}
-    if subject.config.lora.adapter is None:
+    factors = {n: s for n, s in weight_shards(certified.tree_step.model).items() if n.endswith("_lora_B")}
+    if certified.config.lora.adapter is None:
         for name, shard in factors.items():
-            draw_weights(shard, name, subject.config.training.seed, lambda _, draws: draws.normal(STD_B))
+            draw_weights(shard, name, certified.config.training.seed, lambda _, draws: draws.normal(STD_B))
 
 
-def _draw_advantages(subject: Subject) -> None:
+def _draw_advantages(certified: CertifiedStep) -> None:
     """Draws the advantages if all are 0, as those of equal rewards are: all gradients would be 0."""
-    given = [path.advantage for path in subject.paths if path.advantage is not None]
+    given = [path.advantage for path in certified.paths if path.advantage is not None]
     if given and not any(values.any() for values in given):
-        subject.source += ", with random advantages because all are 0"
+        certified.source += ", with random advantages because all are 0"
         draw = np.random.default_rng(0)
         for values in given:
             values[:] = draw.normal()

@@ -1,9 +1,9 @@
-"""Code shared by the passes that keep a block of queries: work items, and the pieces of keys that they read.
+"""Code shared by the passes that keep a block of queries: work items, and the key groups that they read.
 
-The forward pass and ``query_pass`` keep a query block and read its list of pieces, 32 keys each (``plan``).
-The producer fills one slot of a ring with several pieces, which may come from anywhere. So every tensor core
-product has its full size, and yet keys are skipped in units of 32: long paths with short branches waste
-little.
+The forward pass and ``query_pass`` keep a query block and read its list of key groups, 32 keys each
+(``block_lists.py``). In each step, the producer fills one stage of a ring with several groups, which may come
+from anywhere. So every tensor core product has its full size, and yet keys are skipped in units of 32: long
+paths with short branches waste little.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from titan_tree.components.tree_attention.plan import PIECE as PIECE_KEYS
+from titan_tree.components.tree_attention.block_lists import KEY_GROUP as KEY_GROUP_SIZE
 
-PIECE = gl.constexpr(PIECE_KEYS)
+KEY_GROUP = gl.constexpr(KEY_GROUP_SIZE)
 
 # 1. Work items. The grid is persistent. An item is a query block and a head. Program p of P takes items p,
 #    2P - 1 - p, 2P + p, ... (snake order), which balances the load if items become lighter over many rounds.
@@ -26,13 +26,13 @@ PIECE = gl.constexpr(PIECE_KEYS)
 FEW_ITEMS = 8000  # 61 rounds of a whole GPU: from here on, sorting each key head alone balances within 4 %
 
 
-class Lists(NamedTuple):
-    """Columns of the plan, and the number of work items."""
+class GroupLists(NamedTuple):
+    """Tensors of ``BlockLists``, and the number of work items."""
 
-    pieces: gl.tensor
+    key_groups: gl.tensor
     n_diagonal: gl.tensor
     n_masked: gl.tensor
-    n_pieces: gl.tensor
+    n_key_groups: gl.tensor
     query_order: gl.tensor
     stride: gl.tensor
     n_blocks: gl.tensor
@@ -41,7 +41,7 @@ class Lists(NamedTuple):
 
 
 def heads_together(n_blocks: int, heads: int, heads_k: int) -> int:
-    """Returns ``Lists.heads``: the query heads of one key head, or all if there are few items."""
+    """Returns ``GroupLists.heads``: the query heads of one key head, or all if there are few items."""
     return heads if n_blocks * heads < FEW_ITEMS else heads // heads_k
 
 
@@ -65,42 +65,42 @@ def work_item(lists, turn, G: gl.constexpr):
 
 
 @gluon.jit
-def count_slots(lists, block, PIECES: gl.constexpr):
-    """How many slots a query block reads: with pieces on the diagonal, with a mask, and in all."""
-    n_diagonal = (gl.load(lists.n_diagonal + block) + PIECES - 1) // PIECES
-    n_masked = (gl.load(lists.n_masked + block) + PIECES - 1) // PIECES
-    return n_diagonal, n_masked, gl.load(lists.n_pieces + block) // PIECES
+def count_steps(lists, block, GROUPS: gl.constexpr):
+    """How many steps a query block takes: with groups on the diagonal, with a mask, and in all."""
+    n_diagonal = (gl.load(lists.n_diagonal + block) + GROUPS - 1) // GROUPS
+    n_masked = (gl.load(lists.n_masked + block) + GROUPS - 1) // GROUPS
+    return n_diagonal, n_masked, gl.load(lists.n_key_groups + block) // GROUPS
 
 
-# 2. Pieces.
+# 2. Key groups.
 
 
 @gluon.jit
-def load_pieces(
-    piece_rows, slot_rows, column, list_ptr, barrier, slot,
-    PIECES: gl.constexpr,
+def load_key_groups(
+    group_rows, stage_rows, column, list_ptr, barrier, stage,
+    GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Fills a slot with the list's next pieces: by one copy if they are neighbours, else by one copy each."""
+    """Fills a stage with the list's next groups: by one copy if they are neighbors, else by one each."""
     first = gl.load(list_ptr)
-    neighbours = True
-    for j in gl.static_range(1, PIECES):
-        neighbours &= gl.load(list_ptr + j) == first + j
-    if neighbours:
-        tma.async_copy_global_to_shared(slot_rows, [first * PIECE, column], barrier, slot)
+    neighbors = True
+    for j in gl.static_range(1, GROUPS):
+        neighbors &= gl.load(list_ptr + j) == first + j
+    if neighbors:
+        tma.async_copy_global_to_shared(stage_rows, [first * KEY_GROUP, column], barrier, stage)
     else:
-        for j in gl.static_range(PIECES):
-            row = gl.load(list_ptr + j) * PIECE
+        for j in gl.static_range(GROUPS):
+            row = gl.load(list_ptr + j) * KEY_GROUP
             tma.async_copy_global_to_shared(
-                piece_rows, [row, column], barrier, slot.slice(j * PIECE, PIECE, 0)
+                group_rows, [row, column], barrier, stage.slice(j * KEY_GROUP, KEY_GROUP, 0)
             )
 
 
 @gluon.jit
-def load_ends(end_row, list_ptr, barrier, slot, PIECES: gl.constexpr):
-    """Fetches ``end`` of the keys in the list's next pieces."""
-    for j in gl.static_range(PIECES):
-        row = gl.load(list_ptr + j) * PIECE
-        tma.async_copy_global_to_shared(end_row, [row], barrier, slot.slice(j * PIECE, PIECE, 0))
+def load_ends(end_row, list_ptr, barrier, stage, GROUPS: gl.constexpr):
+    """Fetches ``end`` of the keys in the list's next groups."""
+    for j in gl.static_range(GROUPS):
+        row = gl.load(list_ptr + j) * KEY_GROUP
+        tma.async_copy_global_to_shared(end_row, [row], barrier, stage.slice(j * KEY_GROUP, KEY_GROUP, 0))
 
 
 @gluon.jit
@@ -108,13 +108,13 @@ def visible(
     column, end, list_ptr, i,
     DIAGONAL: gl.constexpr, BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """Which keys of slot i each query sees.
+    """Which keys of step i each query sees.
 
     Off the diagonal, all keys come before all queries, so that k <= q needs no test.
     """
     mask = gl.expand_dims(column, 1) < gl.expand_dims(end, 0)
     if DIAGONAL:
         j = gl.arange(0, BLOCK_K, COLUMNS)
-        piece = gl.load(list_ptr + i * (BLOCK_K // PIECE) + j // PIECE)
-        mask &= gl.expand_dims(column, 1) >= gl.expand_dims(piece * PIECE + j % PIECE, 0)
+        group = gl.load(list_ptr + i * (BLOCK_K // KEY_GROUP) + j // KEY_GROUP)
+        mask &= gl.expand_dims(column, 1) >= gl.expand_dims(group * KEY_GROUP + j % KEY_GROUP, 0)
     return mask
