@@ -23,8 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks import layouts
 from benchmarks.trees import Nodes, random_paths
 from titan_tree.cli.bench.record import Row
-from titan_tree.components.backends import ATTENTION_BACKENDS
-from titan_tree.components.tree_attention.operator import Scoring
+from titan_tree.components.backends import ATTENTION_BACKENDS, Scoring
 from titan_tree.tree.layout import TreeLayout
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from titan_tree.components.backends import PLAIN
 from titan_tree.components.tree_attention import Scoring, TreeAttention
-from titan_tree.components.tree_attention.operator import PLAIN
 from titan_tree.tree.layout import TreeLayout
 
 Nodes = list[tuple[int, int]]  # DFS order; parent -1: a root

@@ -14,9 +14,9 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from titan_tree.components.backends import PLAIN
 from titan_tree.components.recurrence import TreeGDN, TreeKDA, TreeSSD, tree_causal_conv1d
 from titan_tree.components.tree_attention import Scoring, TreeAttention
-from titan_tree.components.tree_attention.operator import PLAIN
 from titan_tree.errors import UserError
 from titan_tree.models.block import LayerOutput
 from titan_tree.models.tree_model import CachedRows, TreeModel, matrix_flops

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_tree.components.backends import PLAIN
 from titan_tree.components.tree_attention import triton_kernels
 from titan_tree.components.tree_attention.block_lists import DecodingLists, decoding_lists
-from titan_tree.components.tree_attention.operator import PLAIN
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 

@@ -18,7 +18,7 @@ Read the files in this order. ``titan_tree/tree`` explains chunks (tokens that a
 chains (runs of chunks).
 
     __init__.py      the modules TreeGDN, TreeKDA and TreeSSD
-    operator.py      the interface of a backend, and the operator that autograd and torch.compile see
+    operator.py      the operator that autograd and torch.compile see
     reference.py     the rules and the convolution in plain PyTorch, to which everything else is compared
     buffers.py       tensors that one kernel writes and another one reads
     launch.py        the order of all launches
@@ -33,11 +33,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from titan_tree.components.backends import AUTO, RECURRENCE_BACKENDS
+from titan_tree.components.backends import AUTO, RECURRENCE_BACKENDS, RecurrenceBackend
 from titan_tree.components.recurrence import operator
 from titan_tree.components.recurrence.conv import prepare as prepare_conv
 from titan_tree.components.recurrence.conv import tree_causal_conv1d
-from titan_tree.components.recurrence.operator import RecurrenceBackend
 from titan_tree.errors import UserError
 from titan_tree.tree.layout import TreeLayout
 

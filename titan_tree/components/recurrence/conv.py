@@ -30,8 +30,8 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+import titan_tree.components.recurrence.conv_kernels as conv_kernels
 from titan_tree.components.operators import as_operator
-from titan_tree.components.recurrence import conv_kernels
 from titan_tree.components.recurrence.reference import conv_sources
 from titan_tree.errors import UserError
 from titan_tree.tree.layout import TreeLayout

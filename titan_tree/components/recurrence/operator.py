@@ -1,7 +1,4 @@
-"""The interface of the recurrences' backends, and the operator titan_tree::recurrence, which runs them.
-
-To add a backend, write a module with the functions of ``RecurrenceBackend`` and register it in
-``titan_tree.components.backends.RECURRENCE_BACKENDS``.
+"""The operator titan_tree::recurrence, which runs the backends of recurrences.
 
 Autograd, torch.compile and activation checkpointing see this operator and nothing below it. The backward pass
 reads the inputs and ``Saved`` (``buffers.py``): numbers per token, the inverse T of each chunk, and the
@@ -11,7 +8,7 @@ states where chains branch. Backends recompute the states at all other chunks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,60 +18,6 @@ from titan_tree.components.backends import RECURRENCE_BACKENDS
 from titan_tree.components.operators import as_operator
 from titan_tree.components.recurrence.buffers import Saved
 from titan_tree.tree.chunks import Chains, Chunks
-
-
-class RecurrenceBackend(Protocol):
-    """One implementation of recurrences: a module, or any other object, with these functions.
-
-    Sizes: N tokens, H key heads, G value heads, K and V head dims, R states from a gateway, X exported
-    states. The rule follows from g and beta, see ``recurrence/__init__.py``.
-    """
-
-    def is_automatic(self, device: torch.device) -> bool:
-        """Returns whether "auto" may choose this backend for tensors on ``device``."""
-
-    def refusal(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> str | None:
-        """Returns the reason why this backend cannot compute tensors like these, or None if it can.
-
-        The reason completes the sentence "backend 'name' ..." in one line: what the backend expects, what it
-        got, and which backend to use instead. torch.compile traces this function, so it must not read values.
-        """
-
-    def empty_saved(self, q: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, chains: Chains) -> Saved:
-        """Returns uninitialized tensors like those that ``forward`` saves; they may be empty."""
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor | None,
-        states: Tensor | None,
-        chunks: Chunks,
-        chains: Chains,
-    ) -> tuple[Tensor, Tensor, Saved]:
-        """Returns o [N, G, V], the exported states [X, G, K, V], and what ``backward`` needs. X may be 0.
-
-        Arguments are those of ``TreeGDN.forward``, of any strides. Exported states are those at the ends of
-        the chunks ``chunks.exported``: fp32, or wider if v is.
-        """
-
-    def backward(
-        self,
-        do: Tensor,
-        dexported: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor | None,
-        states: Tensor | None,
-        saved: Saved,
-        chunks: Chunks,
-        chains: Chains,
-    ) -> list[Tensor]:
-        """Returns the gradients of the inputs that are not None: contiguous, in their dtypes."""
 
 
 def tree_recurrence(

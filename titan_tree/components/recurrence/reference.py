@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_tree.components.recurrence import buffers
+import titan_tree.components.recurrence.buffers as buffers
 from titan_tree.components.recurrence.buffers import Saved
 from titan_tree.tree.chunks import Chains, Chunks
 from titan_tree.tree.layout import TreeLayout

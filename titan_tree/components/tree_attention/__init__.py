@@ -3,7 +3,7 @@
 Read the files in this order:
 
     __init__.py      the module TreeAttention
-    operator.py      the interface of a backend, and the operator that autograd and torch.compile see
+    operator.py      the operator that autograd and torch.compile see
     block_lists.py   which blocks of queries and keys meet
     context.py       keys and values that a partition gets from its ancestors
     reference.py     the definition in plain PyTorch
@@ -22,9 +22,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from titan_tree.components.backends import ATTENTION_BACKENDS, AUTO
+from titan_tree.components.backends import ATTENTION_BACKENDS, AUTO, PLAIN, AttentionBackend, Scoring
 from titan_tree.components.tree_attention import operator  # noqa: F401  # registers the operator
-from titan_tree.components.tree_attention.operator import PLAIN, AttentionBackend, Scoring
 from titan_tree.errors import UserError
 from titan_tree.tree.layout import TreeLayout
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from titan_tree.components.backends import Scoring
 from titan_tree.components.rings import is_hopper
 from titan_tree.components.tree_attention import flex
-from titan_tree.components.tree_attention.operator import Scoring, plain_only
+from titan_tree.components.tree_attention.operator import plain_only
 from titan_tree.errors import UserError
 from titan_tree.tree.layout import TreeLayout
 

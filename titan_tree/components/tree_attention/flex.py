@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
+from titan_tree.components.backends import Scoring
 from titan_tree.components.tree_attention.context import join
-from titan_tree.components.tree_attention.operator import Scoring
 from titan_tree.errors import UserError
 from titan_tree.tree.layout import TreeLayout
 

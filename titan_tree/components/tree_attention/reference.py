@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_tree.components.backends import Scoring
 from titan_tree.components.tree_attention.context import join
-from titan_tree.components.tree_attention.operator import Scoring
 from titan_tree.tree.layout import TreeLayout
 
 

@@ -17,11 +17,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from titan_tree.components.backends import Scoring
 from titan_tree.components.rings import is_hopper
 from titan_tree.components.tree_attention import operator, triton_kernels
 from titan_tree.components.tree_attention.block_lists import BlockLists, prepare
 from titan_tree.components.tree_attention.hopper import forward_pass, key_pass, query_pass, wide_key_pass
-from titan_tree.components.tree_attention.operator import Scoring, plain_only
+from titan_tree.components.tree_attention.operator import plain_only
 from titan_tree.tree.layout import TreeLayout
 
 __all__ = ["attention", "backward", "forward", "is_automatic", "prepare", "refusal"]

@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from titan_tree.components.backends import PLAIN, Scoring
 from titan_tree.components.tree_attention import operator
 from titan_tree.components.tree_attention.block_lists import (
     DECODING_ROWS,
@@ -26,7 +27,6 @@ from titan_tree.components.tree_attention.block_lists import (
     empty_lse,
     prepare,
 )
-from titan_tree.components.tree_attention.operator import Scoring
 from titan_tree.components.tree_attention.triton_kernels import kernels
 from titan_tree.tree.layout import TreeLayout
 
@@ -216,7 +216,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, lists: 
         k, v: [M, Hkv, D]. Values must be finite, even if no query sees them.
         end, column: see ``KernelBackend.forward``. A column lies between those that ``lists`` was made for.
     """
-    return forward(q, k, v, end, column, lists, q.shape[2] ** -0.5, operator.PLAIN)[0]
+    return forward(q, k, v, end, column, lists, q.shape[2] ** -0.5, PLAIN)[0]
 
 
 def backward(
