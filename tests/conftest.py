@@ -11,6 +11,7 @@ import re
 import signal
 from collections.abc import Generator, Iterator
 from functools import partialmethod
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ ALL_SLOW = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.slow\b", re.MULTIL
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run the tests that are marked slow")
+    parser.addoption("--budget", action="store_true", help="fail tests that take too much CPU time")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -82,6 +84,16 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     with budget.limit(item, "test"):
         return (yield)
+
+
+def pytest_sessionstart() -> None:
+    budget.start_session()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = chain.from_iterable(terminalreporter.stats.values())
+    if line := budget.summary(reports):
+        terminalreporter.write_line(line)
 
 
 def pytest_sessionfinish() -> None:

@@ -12,25 +12,59 @@ from tests.support import budget
 from tests.support.cases import exhaustive, for_each, slow_except
 
 
-def item(*marks: str) -> Any:
+def item(*marks: str, fails: bool = True) -> Any:
     """Returns a stand-in for a test with these marks."""
     return SimpleNamespace(
-        user_properties=[], get_closest_marker=lambda name: name if name in marks else None
+        user_properties=[],
+        get_closest_marker=lambda name: name if name in marks else None,
+        config=SimpleNamespace(getoption={"budget": fails}.get),
     )
 
 
-@pytest.mark.parametrize("mark", [None, "slow", "exhaustive", "gpu"])
-def test_an_unmarked_test_has_a_budget(mark: str | None) -> None:
-    tested = item(*([mark] if mark else []))
-    with pytest.MonkeyPatch.context() as patch:  # the budget of this test itself needs the real clock
-        clock = iter([5.0, 8.0, 5.0, 30.0])
-        patch.setattr(budget, "cpu_seconds", lambda: next(clock))
+def run_for(tested: Any, patch: pytest.MonkeyPatch, seconds: float, slowness: float = 1.0) -> None:
+    """Runs the body of a test that takes CPU time, on a machine that was 1.5 times slower at the start."""
+    clock = iter([5.0, 5.0 + seconds])
+    with patch.context() as during:  # the budget of this test itself needs the real clock
+        during.setattr(budget, "cpu_seconds", lambda: next(clock))
+        during.setattr(budget, "slowness", lambda: slowness)
+        during.setattr(budget, "_slowness", 1.5)
         with budget.limit(tested, "test"):
             pass
-        expected = nullcontext() if mark else pytest.raises(pytest.fail.Exception, match=r"took 25\.0 s")
-        with expected, budget.limit(tested, "test"):
-            pass
-    assert tested.user_properties == [("cpu_s of test", 3.0), ("cpu_s of test", 25.0)]
+
+
+@pytest.mark.parametrize("mark", [None, "slow", "exhaustive", "gpu"])
+def test_an_unmarked_test_has_a_budget(mark: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    tested = item(*([mark] if mark else []))
+    run_for(tested, monkeypatch, 3.0)
+    run_for(tested, monkeypatch, 14.9)
+    run_for(tested, monkeypatch, 25.0, slowness=2.6)
+    expected = r"took 25\.0 s of CPU time, expected at most 15\.0 s"
+    with nullcontext() if mark else pytest.raises(pytest.fail.Exception, match=expected):
+        run_for(tested, monkeypatch, 25.0)
+    seconds = [value for name, value in tested.user_properties if name == "cpu_s of test"]
+    assert seconds == [3.0, 14.9, 25.0, 25.0]
+
+
+def test_a_test_over_budget_is_named_and_fails_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    tested = item(fails=False)
+    run_for(tested, monkeypatch, 12.0)
+    run_for(tested, monkeypatch, 25.0)
+    where = "a.py::b", ("a.py", 1, "b"), {}
+    call, teardown = (pytest.TestReport(*where, "passed", None, when) for when in ("call", "teardown"))
+    call.user_properties = teardown.user_properties = tested.user_properties
+    assert budget.summary([call, teardown, object()]) == (
+        "over budget, see tests/support/budget.py: a.py::b: this test took 25.0 s of CPU time, expected at "
+        "most 15.0 s"
+    )
+    call.user_properties = teardown.user_properties = [("cpu_s of test", 12.0)]
+    assert budget.summary([call, teardown]) == ""
+
+
+def test_the_speed_of_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "WORK_S", 1e9)
+    assert budget.slowness() == 1.0
+    monkeypatch.setattr(budget, "WORK_S", 1e-3)
+    assert budget.slowness() > 10
 
 
 def test_cases_that_do_not_run_every_day_are_slow() -> None:

@@ -22,13 +22,13 @@ from titan_tree.certify.certified_step import opened
 from titan_tree.certify.checks import _check, _gradients, leaks
 from titan_tree.certify.report import text
 from titan_tree.cli import main
-from titan_tree.cli.reference import load_any
 from titan_tree.config.toml import dump_config
 from titan_tree.engine.partitions import GatewayCache
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.layers import RMSNorm, Rope
 from titan_tree.models.settings import MODELS
+from titan_tree.run.config import load_any
 from titan_tree.tree.batch import TreeBatch
 
 TRUNK = list(range(1, 13))
@@ -354,6 +354,21 @@ def test_a_missing_folder_is_refused_before_the_step(capsys):
     assert main(["certify", "demo", "--page", "none/c.html"]) == 2
     message = "none/c.html: there is no folder none; make it, or name a file in another one"
     assert capsys.readouterr().err == f"titan-tree: error: {message}\n"
+
+
+@pytest.mark.parametrize("option", ["--page", "--json"])
+def test_a_certificate_replaces_neither_its_input_nor_another_file(option, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    data = {"group_id": "a", "tokens": [1, 2]}
+    files = {"run.toml": 'model.flavor = "debug"\ndata.files = "*.jsonl"\n', "d.jsonl": json.dumps(data)}
+    for name, content in (files | {"notes": '{"passed": 3}'}).items():
+        (tmp_path / name).write_text(content)
+    for name in files:
+        assert main(["certify", "run.toml", option, name, "--force"]) == 2
+        message = f"{name}: the command reads this file; name another one to write"
+        assert capsys.readouterr().err == f"titan-tree: error: {message}\n"
+    assert main(["certify", "run.toml", option, "notes"]) == 2
+    assert "notes: this file exists, and the command did not write it" in capsys.readouterr().err
 
 
 def test_tokens_that_the_loss_does_not_count_are_refused(tmp_path):

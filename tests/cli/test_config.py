@@ -1,12 +1,15 @@
 """titan-tree config: the keys that it shows, and the configurations that it writes."""
 
+import csv
 import json
+import math
 import shutil
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from titan_tree import train
 from titan_tree.cli import main
 from titan_tree.run.config import Config, load_config
 
@@ -124,6 +127,44 @@ def test_the_loss_is_one_that_the_data_has_the_fields_for(capsys: pytest.Capture
         data = config.data
         found = (config.loss.name, data.advantage, data.tokenizer, data.global_batch_groups)
         assert found == expected
+
+
+def write_pair() -> None:
+    """Writes own.jsonl with a preference pair, and its configuration."""
+    answers = {name: [{"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+    Path("own.jsonl").write_text(json.dumps({"prompt": ONE["messages"][:1]} | answers))
+    assert main(["config", "--model", "qwen3:debug", "--data", "own.jsonl", "-o", "my.toml"]) == 0
+
+
+def test_rejected_answers_are_trained_by_a_loss_of_preferences(capsys: pytest.CaptureFixture[str]) -> None:
+    write_pair()
+    config = load_config("my.toml")
+    assert (config.loss.name, config.loss.reduction, config.training.epochs) == ("dpo", "path_token_mean", 1)
+    first = " ".join(line.removeprefix("# ") for line in Path("my.toml").read_text().splitlines()[:3])
+    score = "titan-tree score own.jsonl scored.jsonl --config my.toml --field ref_logprobs"
+    what_next = f"{score} writes them, then titan-tree train my.toml data.files=scored.jsonl trains"
+    assert f"{what_next}." in first
+    assert capsys.readouterr().out.endswith(f"{what_next}\n")
+    tokens = {"tokens": [1, 2], "shifted_ref_logprobs": [-1.0], "reward": 1.0, "group_id": "a"}
+    _, config = write(capsys, tokens | {"preference": "chosen"}, tokens | {"preference": "rejected"})
+    assert (config.loss.name, config.data.advantage) == ("dpo", "given")
+    _, config = write(capsys, tokens | {"preference": "desirable"}, tokens | {"preference": "mismatched"})
+    assert config.loss.name == "kto"
+
+
+@pytest.mark.slow
+def test_preferences_train_with_the_commands_that_config_names(capsys: pytest.CaptureFixture[str]) -> None:
+    write_pair()
+    assert main(["score", "own.jsonl", "scored.jsonl", "--config", "my.toml", "--field", "ref_logprobs"]) == 0
+    assert train.main(["--config", "my.toml", "data.files=scored.jsonl"]) == 0
+    (row,) = csv.DictReader(Path("outputs/my/metrics.csv").read_text().splitlines())
+    assert float(row["loss"]) == pytest.approx(math.log(2), abs=1e-6)  # the model is the reference
+    capsys.readouterr()
+    sft = "loss.name=sft", "loss.reduction=token_mean"
+    assert main(["doctor", "--config", "my.toml", *sft, "--json"]) == 1
+    assert "is marked 'rejected', and the loss 'sft'" in capsys.readouterr().out
+    assert main(["inspect", "own.jsonl"]) == 0
+    assert "1 sample is a rejected answer: train with a loss of preferences" in capsys.readouterr().out
 
 
 def test_the_folder_of_a_written_configuration_is_made(tmp_path: Path) -> None:

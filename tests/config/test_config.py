@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.cases import for_each
 from titan_tree import errors
-from titan_tree.cli.reference import load_any
 from titan_tree.components.tree_loss.settings import LOSSES, LossConfig
 from titan_tree.config.checks import (
     Checked,
@@ -26,7 +25,7 @@ from titan_tree.config.toml import FORMER, dump_config, load_tables
 from titan_tree.distributed.settings import OptimizerConfig
 from titan_tree.errors import UserError
 from titan_tree.rl.settings import RLRunConfig
-from titan_tree.run.config import Config, load_config
+from titan_tree.run.config import Config, load_any, load_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "train_configs").glob("*.toml"))
 GOOD = """

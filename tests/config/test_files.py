@@ -1,4 +1,4 @@
-"""The opener for files that users name: regular files only, and it never waits."""
+"""The opener for files that users name, and the writer of what a command makes."""
 
 import errno
 import os
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_tree.config.files import regular
+from titan_tree.config.files import regular, write_output
+from titan_tree.errors import UserError
 
 
 def test_regular_files_are_read_and_written(tmp_path: Path) -> None:
@@ -33,3 +34,61 @@ def test_a_fifo_a_socket_and_a_device_are_refused_without_waiting(tmp_path: Path
                 pass
     with pytest.raises(IsADirectoryError), open(tmp_path, mode, opener=regular):
         pass
+
+
+def test_an_output_replaces_what_the_command_wrote_and_nothing_else(tmp_path: Path) -> None:
+    page, link = tmp_path / "page", tmp_path / "link"
+    link.symlink_to(page)
+    write_output(link, "made by: 1", "made by")
+    page.chmod(0o640)
+    write_output(link, "made by: 2", "made by")
+    assert link.is_symlink()
+    assert (page.read_text(), page.stat().st_mode & 0o777) == ("made by: 2", 0o640)
+    (tmp_path / "empty").touch()
+    write_output(tmp_path / "empty", "made by: 3", "made by")
+
+    notes, hard = tmp_path / "notes", tmp_path / "hard"
+    notes.write_text("mine")
+    hard.hardlink_to(notes)
+    link.unlink()
+    link.symlink_to(notes)
+    for path in (notes, link, hard):
+        with pytest.raises(UserError, match=f"^{path}: this file exists, and the command did not write it"):
+            write_output(path, "made by: 4", "made by")
+        with pytest.raises(UserError, match=f"^{path}: the command reads this file"):
+            write_output(path, "made by: 4", "made by", ["missing", notes], force=True)
+    assert notes.read_text() == "mine"
+    write_output(link, "made by: 4", "made by", force=True)
+    assert notes.read_text() == "made by: 4"
+    assert sorted(os.listdir(tmp_path)) == ["empty", "hard", "link", "notes", "page"]
+
+
+def test_an_output_is_a_regular_file_in_a_folder(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path, message in (
+        (tmp_path / "fifo", "expected the name of a file to write, got a FIFO"),
+        (tmp_path, "expected the name of a file to write, got a folder"),
+        (Path("/dev/null"), "expected the name of a file to write, got a device"),
+        (
+            tmp_path / "none" / "page",
+            f"there is no folder {tmp_path}/none; make it",
+        ),
+    ):
+        with pytest.raises(UserError, match=f"^{path}: {message}"):
+            write_output(path, "made by", "made by", force=True)
+
+
+def test_a_full_disk_leaves_the_earlier_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page"
+    write_output(page, "made by: 1", "made by")
+
+    def full(path: Path, text: str, **_: object) -> None:
+        with path.open("w") as file:
+            file.write(text[:3])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UserError, match=f"^{page}: cannot be written: No space left on device"):
+        write_output(page, "made by: 2", "made by")
+    assert page.read_text() == "made by: 1"
+    assert os.listdir(tmp_path) == ["page"]

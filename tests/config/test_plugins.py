@@ -18,7 +18,6 @@ from tests.support.rl_runs import DEMO as RL_DEMO
 from tests.support.rl_runs import TINY, rows
 from titan_tree import Trainer, TreeTokenizer
 from titan_tree.cli import main
-from titan_tree.cli.reference import load_any
 from titan_tree.components.tree_loss.settings import LOSSES
 from titan_tree.config import plugins
 from titan_tree.config.plugins import import_plugins
@@ -28,7 +27,7 @@ from titan_tree.data.turns import ADVANTAGES
 from titan_tree.errors import UserError
 from titan_tree.rl.run import run as rl_run
 from titan_tree.rl.settings import RLRunConfig
-from titan_tree.run.config import load_config
+from titan_tree.run.config import load_any, load_config, load_stored
 from titan_tree.run.metrics.step_metrics import METRICS
 from titan_tree.run.rank_facts import _facts
 
@@ -144,6 +143,66 @@ WRONG_KINDS = {
     "optimizer.name": ("optimizer", "import_class, state_bytes"),
     "rl.environment": ("environment", "episode"),
 }
+
+
+EVIL = "import pathlib\npathlib.Path('RAN').touch()\nVALUE = 0.5\n"
+SHOWN = 'folder = "x"\nmodel.flavor = "debug"\n'
+
+
+@for_each("key", ["plugins", "data.tokenizer", "metrics.loggers", *WRONG_KINDS])
+def test_a_stored_configuration_imports_nothing(folder: Path, key: str) -> None:
+    (folder / "own" / "parts.py").write_text(EVIL)
+    name = "own.parts" if key == "plugins" else "own.parts:VALUE"
+    value = f'["{name}"]' if key in ("plugins", "metrics.loggers") else f'"{name}"'
+    files = "" if key.startswith("rl.") else 'data.files = "demo"\n'
+    (folder / "config.toml").write_text(f"{key} = {value}\n{SHOWN}{files}")
+    (folder / "RAN").unlink(missing_ok=True)
+    sys.path[:] = [entry for entry in sys.path if entry != str(folder)]
+    path = list(sys.path)
+    message = (
+        f"{key}: names the code own.parts, and that of a stored configuration runs only with --plugins; read "
+        "the code first"
+    )
+    with pytest.raises(UserError) as error:
+        load_stored("config.toml")
+    assert str(error.value) == f"config.toml: {message}"
+    if key.startswith("data."):
+        with pytest.raises(UserError, match=f"^config.toml: {message}"):
+            load_stored("config.toml", data_only=True)
+    elif files:
+        assert load_stored("config.toml", data_only=True).data.files == ["demo"]
+    assert (sys.path, (folder / "RAN").exists()) == (path, False)
+    if key == "plugins":
+        assert load_stored("config.toml", plugins=True).plugins == ["own.parts"]
+        assert (folder / "RAN").exists()
+
+
+def test_commands_import_the_code_of_a_run_only_with_plugins(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "own" / "parts.py").write_text(EVIL)
+    (folder / "config.toml").write_text(f'plugins = ["own.parts"]\n{SHOWN}data.files = "demo"\n')
+    for command in (["chat", "."], ["export", ".", "out"]):
+        assert main(command) == 2
+        assert "config.toml: plugins: names the code own.parts" in capsys.readouterr().err
+    assert main(["xray", ".", "--json"]) == 0
+    assert not (folder / "RAN").exists()
+    capsys.readouterr()
+    for command in (["chat", "."], ["export", ".", "out"], ["xray", ".", "--json"]):
+        (folder / "RAN").unlink(missing_ok=True)
+        sys.modules.pop("own.parts", None)
+        main([*command, "--plugins"])
+        assert "names the code" not in capsys.readouterr().err
+        assert (folder / "RAN").exists()
+
+
+def test_a_folder_with_the_name_of_code_is_a_folder(folder: Path) -> None:
+    (folder / "own" / "parts.py").write_text(EVIL)
+    (folder / "own.parts:VALUE").mkdir()
+    (folder / "own.parts:VALUE" / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
+        TreeTokenizer.load("own.parts:VALUE")
+    assert not (folder / "RAN").exists()
 
 
 @for_each(("key", "kind", "missing"), [(key, *expected) for key, expected in WRONG_KINDS.items()])

@@ -7,11 +7,15 @@ import pytest
 from tests.support.cases import for_each
 from tests.support.datasets import sample_reader
 from tests.support.formats import write_lines
+from titan_tree.components.tree_loss.settings import LossConfig
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.components.tree_tokenizer.tool_calls import EARLY_RESULT, NO_OBJECT
 from titan_tree.data.sample_reader import NO_LIMITS, SampleReader
 from titan_tree.data.settings import DataConfig
+from titan_tree.data.token_store import write_store
 from titan_tree.errors import UserError
+from titan_tree.models.pretrained import build_model
+from titan_tree.run.build import build_reader
 from titan_tree.tree.paths import ExpertSizes, ModelLimits, TokenPath
 
 LIMITS = ModelLimits(max_positions=10, vocab_size=256)
@@ -388,6 +392,30 @@ def test_only_all_paths_of_preference_data_are_read(tmp_path):
     with pytest.raises(UserError) as error:
         read(file, paths="longest")
     assert str(error.value) == message
+
+
+def test_a_loss_that_trains_all_answers_alike_refuses_rejected_ones(tmp_path):
+    pair = [{"tokens": [1, 2], "preference": "chosen"}, {"tokens": [1, 3, 4], "preference": "rejected"}]
+    file, store = write(tmp_path / "pairs.jsonl", {"id": "q", "trajectories": pair}), str(tmp_path / "store")
+    reader = SampleReader(DataConfig(files=[file]))
+    header = {"sample": {}, "advantage": "given", "tokenizer": None}
+    write_store(store, [("q", reader.paths(group)) for group in reader.groups()], header)
+    assert reader.rejected == 1
+    model = build_model("qwen3", "debug")
+    for path in (file, store):
+        (group,) = SampleReader(DataConfig(files=[path])).groups()
+        for loss in ("dpo", "kto", "simpo", "orpo", "grpo"):
+            own = build_reader(DataConfig(files=[path]), None, model, LossConfig(name=loss))
+            assert len(own.paths(group)) == len(own.tree(group).paths) == 2
+        own = build_reader(DataConfig(files=[path]), None, model, LossConfig(name="sft"))
+        for read_group in (own.paths, own.tree):
+            with pytest.raises(UserError) as error:
+                read_group(group)
+            assert str(error.value) == (
+                f"{group.records[0][0]}: path q/1: this answer is marked 'rejected', and the loss 'sft' "
+                'would train it like a good one; set loss.name = "dpo", or another loss of preferences, '
+                "or remove such answers from the data"
+            )
 
 
 def test_text_is_trained_as_it_is(tmp_path):

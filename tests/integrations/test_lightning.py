@@ -1,8 +1,10 @@
 """A run with Lightning equals one of the trainer bit for bit; it resumes exactly, and refuses misuse."""
 
 import json
+import math
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -138,6 +140,22 @@ def test_other_runs_equal_the_trainer(tmp_path: Path, options: dict[str, Any]) -
     assert got == want
     assert_equal_weights(module, theirs.model.state_dict())
     assert options is not EPOCHS or export.read_bytes() == exported
+
+
+def test_a_resume_with_another_batch_size_trains_the_rest_of_the_epochs(tmp_path: Path) -> None:
+    """9 groups, 2 epochs. The first has 3 steps of 3 groups, and the second 5 steps of 2 groups."""
+    options = {"training__steps": "null", "training__epochs": 2, "lr_scheduler__warmup_steps": 0}
+    options |= {"checkpoint__interval": 3, "checkpoint__allow_changes": True}
+    first = train(tiny_config(tmp_path, data__global_batch_groups=3, **options))
+    shutil.rmtree(Path(first.config.folder) / "checkpoints" / "step-6")
+    config = tiny_config(tmp_path, data__global_batch_groups=2, **options)
+    trainer = lightning_trainer(tmp_path, callbacks=[TreeCheckpoints()])
+    module = fit(config, trainer)
+    assert (module.num_steps, trainer.global_step, module.progress.data["epoch"]) == (8, 8, 1)
+    got = logged(tmp_path)
+    assert list(got) == list(range(4, 9))
+    expected_lr = [config.optimizer.lr * (1 + math.cos(math.pi * (step - 1) / 8)) / 2 for step in got]
+    assert [values["lr"] for values in got.values()] == pytest.approx(expected_lr, rel=1e-6)
 
 
 def test_steps_continue_in_the_next_epoch_of_lightning(tmp_path: Path) -> None:

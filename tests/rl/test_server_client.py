@@ -3,6 +3,7 @@
 import base64
 import json
 import socket
+import struct
 import threading
 import time
 import urllib.parse
@@ -19,6 +20,24 @@ from titan_tree.rl.sampler import in_daemon
 from titan_tree.rl.server.client import ServerClient, StoppedError
 from titan_tree.rl.server.server_sampler import ServerSampler
 from titan_tree.rl.settings import ServerConfig
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_client_that_leaves_prints_no_traceback(reset: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """It ends its connection, or resets it, in the middle of a request or before the answer."""
+    answers = threading.Event()
+    with server(lambda *_: turn([STOP]) if answers.wait(10) else None) as (url, requests):
+        address = urllib.parse.urlsplit(url)
+        for size in (20, 2):
+            with socket.create_connection((address.hostname, address.port)) as client:
+                client.sendall(b"POST /generate HTTP/1.1\r\nContent-Length: %d\r\n\r\n{}" % size)
+                while size == 2 and not requests:
+                    time.sleep(0.01)
+                if reset:
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        answers.set()
+    assert len(requests) == 1
+    assert capfd.readouterr().err == ""
 
 
 def test_closing_ends_requests_that_are_under_way() -> None:

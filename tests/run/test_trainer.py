@@ -2,7 +2,9 @@
 
 import errno
 import json
+import math
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,7 @@ from tests.support.datasets import tree_dataset
 from tests.support.tiny_run import SMALL, VOCAB, read_metrics, tiny_config, train, write_groups
 from titan_tree import OneRank, clip_and_step
 from titan_tree.components.tree_loss.loss import TreeLoss
+from titan_tree.data.dataset import TreeDataset
 from titan_tree.distributed.titan import FullAC, SelectiveAC, TreeSelectiveAC
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
@@ -251,6 +254,34 @@ def test_a_run_over_epochs_trains_on_every_group_that_often(tmp_path: Path) -> N
     assert sizes is not None
     assert sizes.groups == 9
     assert 2 * sizes.samples == trainer.counts.num_paths
+
+
+@pytest.mark.parametrize(("size", "steps"), [(9, 4), (2, 8), (4, 6)])
+def test_a_resume_with_another_batch_size_trains_the_rest_of_the_epochs(
+    tmp_path: Path, size: int, steps: int
+) -> None:
+    """9 groups, 2 epochs. The first has 3 steps of 3 groups, and the second has steps of another size."""
+    options = {"training__steps": "null", "training__epochs": 2, "lr_scheduler__warmup_steps": 0}
+    saves = {"checkpoint__interval": 3, "checkpoint__allow_changes": True}
+    first = train(tiny_config(tmp_path, data__global_batch_groups=3, **options, **saves))
+    shutil.rmtree(Path(first.config.folder) / "checkpoints" / "step-6")
+    again = train(tiny_config(tmp_path, data__global_batch_groups=size, **options, **saves))
+    assert (again.num_steps, again.progress.step, again.steps_trained) == (steps, steps, steps - 3)
+    assert again.counts.num_trees == 9
+    rows = read_metrics(again.config)[3:]
+    assert [(row["epoch"], int(row["step"])) for row in rows] == [("1", step) for step in range(4, steps + 1)]
+    top = again.config.optimizer.lr
+    expected = [top * (1 + math.cos(math.pi * (step - 1) / steps)) / 2 for step in range(4, steps + 1)]
+    assert [float(row["lr"]) for row in rows] == pytest.approx(expected, rel=1e-6)
+
+
+def test_data_that_end_before_the_last_step_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"training__steps": "null", "training__epochs": 1, "data__global_batch_groups": 3}
+    monkeypatch.setattr(TreeDataset, "num_steps", lambda *_, **__: 5)
+    with pytest.raises(UserError, match=r"^data\.files: they end before step 4 of 5"):
+        train(tiny_config(tmp_path, **options))
 
 
 def test_a_loop_of_your_own_equals_the_trainer(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
 """An HTTP server on loopback that answers as a test says, like vLLM or not at all."""
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -14,6 +15,20 @@ Answer = Callable[[dict[str, Any], int], Any]  # (request, its number from 0) ->
 
 class LoopbackServer(ThreadingHTTPServer):
     request_queue_size = 100  # connections that wait; the kernel resets others
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Prints errors of the server, but not that a client has closed its connection."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
+def read_json(handler: BaseHTTPRequestHandler) -> Any:
+    """Returns the body of a request. Raises ConnectionError if the client closes before its end."""
+    size = int(handler.headers["Content-Length"])
+    body = handler.rfile.read(size)
+    if len(body) < size:
+        raise ConnectionError
+    return json.loads(body)
 
 
 @contextmanager
@@ -31,7 +46,7 @@ def server(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
         def do_POST(self) -> None:
             assert self.path in ("/v1/completions", "/inference/v1/generate")
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            request = read_json(self)
             request["authorization"] = self.headers["Authorization"]
             with lock:
                 requests.append(request)
@@ -39,8 +54,7 @@ def server(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             content = answer(request, number)
             self.close_connection = True
             if isinstance(content, bytes):
-                with suppress(ConnectionError):  # the client may have read enough
-                    self.wfile.write(content)
+                self.wfile.write(content)
             elif isinstance(content, float):
                 time.sleep(content)
             elif isinstance(content, int):
@@ -50,8 +64,7 @@ def server(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                with suppress(ConnectionError):  # the client may have stopped
-                    self.wfile.write(body)
+                self.wfile.write(body)
 
         def log_message(self, *_: Any) -> None:
             pass

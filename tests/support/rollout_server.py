@@ -10,16 +10,16 @@ import copy
 import io
 import json
 import random
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import numpy as np
 import torch
 
+from tests.support.loopback_server import LoopbackServer, read_json
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.lora.peft import load_adapter
 from titan_tree.models.pretrained import load_pretrained
@@ -136,18 +136,13 @@ def rollout_server(server: RolloutServer) -> Iterator[str]:
             thread.join()
 
 
-class _Loopback(ThreadingHTTPServer):
+class _Loopback(LoopbackServer):
     request_queue_size = 100  # connections that wait; the kernel resets others
     daemon_threads = True
 
     def __init__(self, server: RolloutServer) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.rollouts = server
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Prints errors of the server, but not that a client has closed its connection."""
-        if not isinstance(sys.exception(), ConnectionError):
-            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -158,20 +153,19 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(None)
 
     def do_POST(self) -> None:
-        self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self._answer(read_json(self))
 
     def _answer(self, body: Any) -> None:
         self.close_connection = True
-        with suppress(ConnectionError):
-            answer = self.server.rollouts.answer(self.path, body)
-            if answer is None:
-                answer = 404, "unknown path"
-            status, text = answer if isinstance(answer, tuple) else (200, json.dumps(answer))
-            content = text.encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+        answer = self.server.rollouts.answer(self.path, body)
+        if answer is None:
+            answer = 404, "unknown path"
+        status, text = answer if isinstance(answer, tuple) else (200, json.dumps(answer))
+        content = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
 
     def log_message(self, *_: Any) -> None:
         pass

@@ -191,6 +191,26 @@ def test_the_command_prints_three_sentences_and_writes_a_page(sessions, tmp_path
     assert page.read_text().startswith("<!doctype html>")
 
 
+def test_the_page_replaces_an_earlier_one_but_no_other_file(sessions, tmp_path, capsys):
+    page, notes, read = (tmp_path / name for name in ("page.html", "notes.html", "claude.jsonl"))
+    notes.write_text("<p>mine</p>")
+    before = read.read_bytes()
+    assert main(["xray", sessions[0], "-o", str(page)]) == 0
+    first = page.read_bytes()
+    assert main(["xray", sessions[0], "--no-text", "-o", str(page)]) == 0
+    assert page.read_bytes() != first
+    capsys.readouterr()
+    no_page = "this file exists, and the command did not write it; name another one, or replace it with"
+    is_read = "the command reads this file; name another one to write\n"
+    for out, force, message in ((notes, [], no_page), (read, ["--force"], is_read)):
+        for source in (sessions[0], str(tmp_path)):
+            assert main(["xray", source, "-o", str(out), *force]) == 2
+            assert capsys.readouterr().err.startswith(f"titan-tree: error: {out}: {message}")
+    assert (notes.read_text(), read.read_bytes()) == ("<p>mine</p>", before)
+    assert main(["xray", sessions[0], "-o", str(notes), "--force"]) == 0
+    assert b'content="titan-tree xray"' in notes.read_bytes()[:200]
+
+
 def test_no_text_leaves_out_all_texts(sessions, tmp_path, capsys):
     bad = write_lines(tmp_path / "bad.jsonl", [{"messages": [{"role": "look", "content": "look"}]}])
     assert main(["xray", sessions[0], bad, "--no-text", "--json"]) == 0

@@ -35,6 +35,6 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         write_page(payload([tree_payload("a", PATHS, [1.0, 0.0])]), tmp_path / "none" / "page.html")
     assert str(error.value) == (
-        f"{tmp_path}/none/page.html: the page cannot be written: No such file or directory; "
-        "name a file in a folder that exists"
+        f"{tmp_path}/none/page.html: there is no folder {tmp_path}/none; make it, or name a file in another "
+        "one"
     )

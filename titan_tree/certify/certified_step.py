@@ -104,7 +104,8 @@ def _of_files(config: Config) -> Iterator[CertifiedStep]:
     try:
         loss = build_loss(config.loss)
         model = build_parallel_model(config.model, config.training, config.parallel, mesh, config.lora)
-        reader = build_reader(config.data, build_tokenizer(config.data, config.model.hf_path), model)
+        tokenizer = build_tokenizer(config.data, config.model.hf_path)
+        reader = build_reader(config.data, tokenizer, model, config.loss)
         # Each rank reads all groups.
         (micro_batches,) = build_dataset(reader, config, 1, OneRank(), is_balanced=True).steps(1)
         source = ", ".join(map(str, config.data.files))

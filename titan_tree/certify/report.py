@@ -5,13 +5,14 @@ from __future__ import annotations
 import html
 import json
 import platform
+from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titan_tree.config.files import write_output
 from titan_tree.errors import printable
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 PACKAGES = "titan_tree", "torch", "transformers"
 COLUMNS = ("check", "error", "noise floor", "limit", "")
 MARKS = {True: "✓", False: "✗", None: "-"}
+JSON_MARKER, PAGE_MARKER = '{\n  "passed": ', "<h1>Certificate of exactness</h1>"  # see ``check_output``
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title>
 <style>
@@ -66,10 +68,10 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.1e}" if value else "0"
 
 
-def write_json(certificate: Certificate, path: str) -> None:
-    """Writes the certificate, and the versions of what computed it."""
+def write_json(certificate: Certificate, path: str, inputs: Iterable[str] = (), force: bool = False) -> None:
+    """Writes the certificate, and the versions of what computed it. See ``write_output``."""
     content = asdict(certificate) | {"versions": _versions()}
-    Path(path).write_text(json.dumps(content, indent=2) + "\n")
+    write_output(path, json.dumps(content, indent=2) + "\n", JSON_MARKER, inputs, force)
 
 
 def _versions() -> dict[str, str]:
@@ -78,8 +80,8 @@ def _versions() -> dict[str, str]:
     return {**found, "python": platform.python_version(), "time": now}
 
 
-def write_page(certificate: Certificate, path: str) -> None:
-    """Writes one HTML page that needs no other file."""
+def write_page(certificate: Certificate, path: str, inputs: Iterable[str] = (), force: bool = False) -> None:
+    """Writes one HTML page that needs no other file. See ``write_output``."""
 
     def row(values: tuple[str, ...], cell: str = "td") -> str:
         return "<tr>" + "".join(f"<{cell}>{html.escape(value)}</{cell}>" for value in values) + "</tr>\n"
@@ -93,4 +95,4 @@ def write_page(certificate: Certificate, path: str) -> None:
         rows="".join(map(row, _rows(certificate))),
         versions=html.escape(", ".join(map(" ".join, _versions().items()))),
     )
-    Path(path).write_text(page)
+    write_output(path, page, PAGE_MARKER, inputs, force)

@@ -28,30 +28,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, metavar="N", default=MAX_TOKENS, help=of_all)
     add("--json", metavar="FILE", help="also write the certificate as JSON")
     add("--page", metavar="FILE", help="also write it as one HTML page")
+    add("--force", action="store_true", help="replace FILEs even if they are no certificates")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs ``titan-tree certify``. Returns 1 if a check failed, else 0."""
-    from titan_tree.cli.reference import load_any
+    # These import torch, which --help does not need.
+    from titan_tree.certify import certify, report
+    from titan_tree.config.files import check_output
+    from titan_tree.data.readers import find_files
+    from titan_tree.run.config import load_any
 
     if args.tokens < 2:
         raise UserError(f"--tokens: expected at least 2, one for each of two paths, got {args.tokens}")
-    for file in filter(None, (args.json, args.page)):
-        if not os.path.isdir(folder := os.path.dirname(file) or "."):
-            raise UserError(f"{file}: there is no folder {folder}; make it, or name a file in another one")
     config = load_any(args.config, args.overrides)
+    read = [args.config, *(find_files(config.data.files) if config.data.files else ())]
+    for file, marker in ((args.json, report.JSON_MARKER), (args.page, report.PAGE_MARKER)):
+        if file:
+            check_output(file, marker, read, args.force)
     if args.nproc > 1:
         os.execv(sys.executable, command(args))
-    # These import torch, which --help does not need.
-    from titan_tree.certify import certify, report
-
     certificate = certify(config, args.tokens)
     if int(os.environ.get("RANK", 0)) == 0:
         print(report.text(certificate))
         if args.json:
-            report.write_json(certificate, args.json)
+            report.write_json(certificate, args.json, read, args.force)
         if args.page:
-            report.write_page(certificate, args.page)
+            report.write_page(certificate, args.page, read, args.force)
     return int(not certificate.passed)
 
 
@@ -59,5 +62,6 @@ def command(args: argparse.Namespace) -> list[str]:
     """Returns the command that runs the same in several processes, which torchrun starts."""
     torchrun = "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.nproc)
     files = [f"--{name}={file}" for name in ("json", "page") if (file := getattr(args, name))]
+    files += ["--force"] * args.force
     program = "titan_tree.cli", "certify", args.config, *args.overrides, f"--tokens={args.tokens}", *files
     return [sys.executable, "-m", *torchrun, "-m", *program]

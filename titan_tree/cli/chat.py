@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+from titan_tree.cli.data_arguments import add_plugins_argument
 from titan_tree.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="show the first prompt of the run's data, and its answer before and after training",
     )
+    add_plugins_argument(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -56,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
 
     from titan_tree.run.saved_model import SavedModel
 
-    saved = SavedModel.at(args.model)
+    saved = SavedModel.at(args.model, args.plugins)
     tokenizer = saved.tokenizer(args.tokenizer, args.template)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if args.task:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import shlex
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from titan_tree.cli.reference import Key, Table
 
 WIDTH = 100  # columns
+REFERENCE = ("ref_logprobs", "shifted_ref_logprobs")  # fields of a record
 LOOK_AT = 64  # groups of the data that choose the loss
 
 
@@ -128,18 +130,38 @@ def _write(model: str, files: list[str], out: str | None) -> None:
     """Writes or prints a configuration."""
     if out is not None and Path(out).exists():
         raise UserError(f"--out {out}: this file exists; give a new one, or remove it")
-    text = written(settings(model, files, Path(out or "run.toml").stem), out or "my.toml")
+    values, is_unscored = settings(model, files, Path(out or "run.toml").stem)
+    what_next = advice(out or "my.toml", files if is_unscored else [])
+    text = written(values, what_next)
     if out is None:
         print(text, end="")
         return
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     Path(out).write_text(text, encoding="utf-8")
-    out = printable(out)
-    print(f"wrote {out}; titan-tree plan {out} estimates its memory and time, titan-tree train {out} trains")
+    print(printable(f"wrote {out}; {what_next}"))
 
 
-def settings(model: str, files: list[str], name: str) -> dict[str, Any]:
+def advice(out: str, unscored: list[str]) -> str:
+    """Returns what to do with the configuration ``out``.
+
+    Args:
+        unscored: the data files, if the loss needs log-probs of the model before training that they lack.
+    """
+    out = shlex.quote(out)
+    plan = f"titan-tree plan {out} estimates its memory and time"
+    if not unscored:
+        return f"{plan}, titan-tree train {out} trains"
+    return (
+        f"{plan}; its loss needs log-probs of the model before training: titan-tree score "
+        f"{shlex.join(unscored)} scored.jsonl --config {out} --field ref_logprobs writes them, then "
+        f"titan-tree train {out} data.files=scored.jsonl trains"
+    )
+
+
+def settings(model: str, files: list[str], name: str) -> tuple[dict[str, Any], bool]:
     """Returns keys and values of a configuration that trains ``model`` on ``files``.
+
+    The second value says whether the loss needs ref_logprobs that the files lack.
 
     Raises:
         UserError: the model or the data cannot be read.
@@ -157,6 +179,11 @@ def settings(model: str, files: list[str], name: str) -> dict[str, Any]:
     has_rewards = all(record.get("reward") is not None for record in records) and len(records) > len(groups)
     is_rl = has_rewards or any(record.get("advantage") is not None for record in records)
     has_old = all(record.get("old_logprobs") is not None for record in records)
+    marks = {record.get("preference") for record in records} - {None}
+    has_reference = all(any(record.get(key) is not None for key in REFERENCE) for record in records)
+    loss = ("grpo" if has_old else "reinforce") if is_rl else "sft"
+    if marks:  # sft would train rejected answers, too
+        loss = "dpo" if marks <= {"chosen", "rejected"} else "kto"
     on_gpu = torch.cuda.is_available()
     found: dict[str, Any] = {"folder": f"outputs/{name}"}
     if is_folder:
@@ -166,13 +193,13 @@ def settings(model: str, files: list[str], name: str) -> dict[str, Any]:
     found["data.files"] = files[0] if len(files) == 1 else files
     if not is_folder and any(map(holds_conversations, groups)):
         found["data.tokenizer"] = "byte"
-    if has_rewards:
+    if has_rewards and not marks:
         found["data.advantage"] = "group"
     found |= {
         "data.max_tokens": DataConfig(files=files).max_tokens,
         "data.global_batch_groups": min(8, len(groups)),
-        "loss.name": ("grpo" if has_old else "reinforce") if is_rl else "sft",
-        "loss.reduction": "token_mean",
+        "loss.name": loss,
+        "loss.reduction": "path_token_mean" if marks else "token_mean",
         "optimizer.lr": 1e-5 if is_folder else 1e-3,
         "training.epochs": 1,
         "training.dtype": "bfloat16" if on_gpu else "float32",
@@ -180,16 +207,16 @@ def settings(model: str, files: list[str], name: str) -> dict[str, Any]:
         "training.activation_checkpoint": "selective" if on_gpu else "none",
         "checkpoint.export_hf": True,
     }
-    return found
+    return found, bool(marks) and not has_reference
 
 
-def written(values: Mapping[str, Any], out: str) -> str:
-    """Returns a TOML file with a comment above each key."""
+def written(values: Mapping[str, Any], what_next: str) -> str:
+    """Returns a TOML file with a comment above each key, and ``what_next`` at its beginning."""
     from titan_tree.cli.reference import tables
     from titan_tree.config.toml import toml_value
 
     lines = [
-        f"# titan-tree plan {out} estimates its memory and time, titan-tree train {out} trains.",
+        *(f"# {line}" for line in _filled(f"{what_next}.", "")),
         "# Other keys have their defaults: titan-tree config lists all of them.",
     ]
     left = dict(values)

@@ -52,6 +52,15 @@ def add_data_arguments(parser: argparse.ArgumentParser, files: str = FILES, meta
     add("--ignore-fields", nargs="+", default=[], metavar="NAME", help="fields to ignore if they are unknown")
 
 
+def add_plugins_argument(parser: argparse.ArgumentParser) -> None:
+    """Declares the user's word that the code of a run may run here."""
+    parser.add_argument(
+        "--plugins",
+        action="store_true",
+        help="import the code that the configuration of the run names; read it first (docs/trust.md)",
+    )
+
+
 def add_settings(parser: argparse.ArgumentParser, option: str, help: str) -> None:
     """Declares an option that takes KEY=VALUE pairs, as the table of a configuration has them."""
     parser.add_argument(option, nargs="+", type=_setting, default=[], metavar="KEY=VALUE", help=help)

@@ -13,6 +13,7 @@ import argparse
 import secrets
 from pathlib import Path
 
+from titan_tree.cli.data_arguments import add_plugins_argument
 from titan_tree.errors import UserError, printable
 
 
@@ -22,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="RUN_OR_CHECKPOINT", help="the folder of a run, or a checkpoint inside of one")
     add("out", metavar="OUT", help="the folder to write, a new one")
     add("--adapter", action="store_true", help="write only LoRA, as an adapter of PEFT")
+    add_plugins_argument(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -35,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
     out = Path(args.out).expanduser()
     if out.exists():
         raise UserError(f"{args.out}: it exists already; give a new one, or remove it")
-    saved = SavedModel.at(args.model)
+    saved = SavedModel.at(args.model, args.plugins)
     if saved.config is None:
         raise UserError(f"{args.model}: {saved.snapshot} is a snapshot already; use it as it is, or copy it")
     source, training = saved.config.model.hf_path, saved.config.training

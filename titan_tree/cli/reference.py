@@ -1,4 +1,4 @@
-"""The configurations of all commands: how one is loaded, and every key with its type, default and meaning.
+"""Every key of the configurations of all commands, with its type, default and meaning.
 
 ``titan-tree config`` prints them, and docs/configuration.md is made from them. A table declares its keys; the
 comment above a key, or at its end, is the meaning.
@@ -12,14 +12,11 @@ import inspect
 import io
 import re
 import tokenize
-from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from titan_tree.config.checks import MISSING, checks_of
-from titan_tree.config.toml import load_tables, read_tables
 from titan_tree.integrations.lightning_settings import LightningRunConfig
 from titan_tree.rl.settings import RLRunConfig
 from titan_tree.run.config import Config
@@ -35,14 +32,6 @@ TYPES: dict[object, str] = {
 
 
 ROOTS = (Config, LightningRunConfig, RLRunConfig)
-
-
-def load_any(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Returns the configuration with the tables of the command that it is for. See ``load_config``."""
-    names = {name for _, table in read_tables(path, overrides) for name in table}
-    if names & {"rl", "warm_start"}:
-        return load_tables(RLRunConfig, path, overrides)
-    return load_tables(LightningRunConfig if "lightning" in names else Config, path, overrides)
 
 
 class Key(NamedTuple):

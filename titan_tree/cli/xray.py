@@ -19,7 +19,13 @@ import os
 import sys
 from pathlib import Path
 
-from titan_tree.cli.data_arguments import FILES, add_data_arguments, data_config, progress_bar
+from titan_tree.cli.data_arguments import (
+    FILES,
+    add_data_arguments,
+    add_plugins_argument,
+    data_config,
+    progress_bar,
+)
 from titan_tree.errors import printable
 
 
@@ -28,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_data_arguments(parser, files=f"{FILES}, a folder to search, or the folder of a run", metavar="PATH")
     add("-o", "--out", default="xray.html", metavar="FILE", help="the page to write")
+    add("--force", action="store_true", help="replace FILE even if it is no page of xray")
     add("--json", action="store_true", help="print the numbers of the page as JSON, and write no page")
     add("--no-text", action="store_true", help="leave out all texts, so that the numbers can be shared")
     for option, meaning in (
@@ -35,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--ranks", "also show which of N ranks trains on each tree"),
     ):
         add(option, type=_positive, nargs="+", default=[], metavar="N", help=meaning)
+    add_plugins_argument(parser)
 
 
 def _positive(text: str) -> int:
@@ -47,23 +55,28 @@ def _positive(text: str) -> int:
 def run(args: argparse.Namespace) -> None:
     """Runs ``titan-tree xray``. Raises UserError if there is nothing to show."""
     from titan_tree.components.tree_tokenizer import TreeTokenizer
+    from titan_tree.config.files import check_output
     from titan_tree.data.readers import DEMO
     from titan_tree.data.sample_reader import SampleReader
-    from titan_tree.xray.page.render import write_page
+    from titan_tree.xray.page.render import MARKER, write_page
     from titan_tree.xray.payload import Xray
     from titan_tree.xray.rendering import Renderer
-    from titan_tree.xray.runs import is_run, load_run
+    from titan_tree.xray.runs import RUN_FILES, is_run, load_run
     from titan_tree.xray.sources import Sources
 
     name, curves = ", ".join(args.files), None
     tokenizer = None if args.tokenizer is None else TreeTokenizer.load(args.tokenizer, args.template)
     folder = os.path.expanduser(args.files[0])
     if len(args.files) == 1 and is_run(folder):
-        config, of_run, curves = load_run(folder)
+        config, of_run, curves = load_run(folder, args.plugins)
         tokenizer, data = tokenizer or of_run, config.data
     else:
         data = data_config(args)
     sources = Sources(data.files, data.format)
+    read = [*sources.files, *(os.path.join(folder, name) for name in RUN_FILES)]
+    read += filter(None, (args.tokenizer, args.template))
+    if not args.json:
+        check_output(args.out, MARKER, read, args.force)  # reading may take minutes
     xray = Xray(
         sources,
         # ``sources`` reads the files. The reader makes samples of their groups.
@@ -82,5 +95,5 @@ def run(args: argparse.Namespace) -> None:
         return
     for line in (*payload["sentences"], *payload["notes"]):
         print(line)
-    write_page(payload, Path(args.out))
+    write_page(payload, Path(args.out), read, args.force)
     print(f"The page: {printable(args.out)}")

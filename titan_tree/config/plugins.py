@@ -9,7 +9,8 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ from titan_tree.errors import UserError, shorten, unknown_name
 
 _imported: list[str] = []
 _importing: list[str] = []  # the plugins that are being imported, the innermost one last
+_refusals = 0  # nested calls of ``imports_refused``
 
 
 def imported_plugins() -> list[str]:
@@ -29,6 +31,17 @@ def imported_plugins() -> list[str]:
 def importing() -> str | None:
     """Returns the plugin that is being imported, if one is."""
     return _importing[-1] if _importing else None
+
+
+@contextmanager
+def imports_refused() -> Iterator[None]:
+    """Imports no code of the user within a ``with`` statement: a stranger may have named it."""
+    global _refusals
+    _refusals += 1
+    try:
+        yield
+    finally:
+        _refusals -= 1
 
 
 def import_plugins(modules: Iterable[str]) -> None:
@@ -42,10 +55,16 @@ def import_plugin(module: str) -> ModuleType:
 
     Raises:
         UserError: there is no such module, or its code raises; the message has the file and line of the code.
+            Or imports are refused.
     """
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", module):
         raise UserError(
             f"expected the dotted name of a module, such as my_package.parts, got {shorten(module)}"
+        )
+    if _refusals:
+        raise UserError(
+            f"names the code {module}, and that of a stored configuration runs only with --plugins; read the "
+            "code first"
         )
     directory = os.getcwd()
     if directory not in sys.path:

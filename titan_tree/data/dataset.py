@@ -150,17 +150,17 @@ class TreeDataset:
     def first_group(self) -> Group:
         return next(self._stream(self.epoch, self.group))[2]
 
-    def num_steps(self, sizes: DataSizes) -> int:
-        """Returns the steps of all ``epochs``, for files of these sizes.
+    def num_steps(self, sizes: DataSizes, epoch: int = 0, group: int = 0) -> int:
+        """Returns the steps from a position to the end of all ``epochs``, for files of these sizes.
 
         Raises:
             UserError: the weights leave an epoch without groups.
         """
         assert self.epochs is not None
-        groups = [self.reader.files.num_groups(epoch, sizes) for epoch in range(self.epochs)]
-        if 0 in groups:
-            raise _empty_epoch(groups.index(0))
-        return math.ceil(sum(groups) / self.config.global_batch_groups)
+        groups = {number: self.reader.files.num_groups(number, sizes) for number in range(epoch, self.epochs)}
+        for number in (number for number, size in groups.items() if not size):
+            raise _empty_epoch(number)
+        return math.ceil(max(sum(groups.values()) - group, 0) / self.config.global_batch_groups)
 
     def position(self) -> dict[str, int]:
         """Returns the position after the last item: the epoch's index, and groups of it already yielded."""

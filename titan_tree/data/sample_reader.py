@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from titan_tree.data.settings import DataConfig
 
 NO_LIMITS = ModelLimits()
+REJECTED = ("rejected", "undesirable")  # preferences of worse answers
 MANY_TOKENS = 8  # that a model samples with probability 1 only by accident
 logger = logging.getLogger(__name__)
 
@@ -61,17 +62,24 @@ class SampleReader:
         tokenizer: renders and tokenizes conversations. Files of token ids do not need one.
         limits: limits of the model. Longer paths and larger token ids are errors. If ``config.replay`` uses
             recorded experts, they must fit the model's layers and experts.
+        same_loss: the name of a loss that would train rejected answers like chosen ones, so that these are
+            errors. None: the loss tells them apart, or there is none.
 
     Attributes:
         files: the files, which yield the groups.
         endings: how many answers of the trajectories that were read are "cut off", and how many "filtered".
+        rejected: how many of the samples that were read are marked as worse answers.
 
     Raises:
         UserError: a file does not exist or is named twice, or ``ignore_fields`` names a field that is read.
     """
 
     def __init__(
-        self, config: DataConfig, tokenizer: TreeTokenizer | None = None, limits: ModelLimits = NO_LIMITS
+        self,
+        config: DataConfig,
+        tokenizer: TreeTokenizer | None = None,
+        limits: ModelLimits = NO_LIMITS,
+        same_loss: str | None = None,
     ) -> None:
         self.config = config
         self.files = DataFiles(config)
@@ -91,6 +99,7 @@ class SampleReader:
                 "name an estimator in data.advantage"
             )
         self.endings: Counter[str] = Counter()
+        self.same_loss, self.rejected = same_loss, 0
         self._checked_stores: set[str] = set()
         self._warned_zero = False
 
@@ -164,6 +173,15 @@ class SampleReader:
         return self._chosen(group, paths)
 
     def _chosen(self, group: Group, paths: Sequence[TokenPath]) -> list[TokenPath]:
+        rejected = [path for path in paths if path.preference in REJECTED and path.weight]
+        self.rejected += len(rejected)
+        if rejected and self.same_loss is not None:
+            raise UserError(
+                f"{group.records[0][0]}: path {rejected[0].id or '?'}: this answer is marked "
+                f"{rejected[0].preference!r}, and the loss {self.same_loss!r} would train it like a good "
+                'one; set loss.name = "dpo", or another loss of preferences, or remove such answers from the '
+                "data"
+            )
         if self.config.paths == "all":
             return list(paths)
         with errors_at(group.records[0][0]):

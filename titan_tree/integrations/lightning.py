@@ -25,10 +25,11 @@ import torch
 import torch.distributed as dist
 
 from titan_tree.components.moe.routing import RouterBias
+from titan_tree.data.data_files import DataSizes
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.loader import Position, refuse_in_worker
 from titan_tree.distributed.mesh import all_ranks
-from titan_tree.distributed.optimizers import Optimizers, build_lr_schedulers, build_optimizers
+from titan_tree.distributed.optimizers import Optimizers, build_lr_schedulers, build_optimizers, reschedule
 from titan_tree.distributed.titan import LRSchedulersContainer
 from titan_tree.engine.step_io import StepInput, all_reduce_counts
 from titan_tree.engine.tree_step import TreeStep
@@ -57,7 +58,7 @@ from titan_tree.run.model_setup import build_parallel_model, describe_architectu
 from titan_tree.run.optimizer_step import OptimizerStep
 from titan_tree.run.rank_facts import check_ranks
 from titan_tree.run.stopping import StopController, SynchronizedInput
-from titan_tree.run.trainer import in_background, restore_position, score_validation
+from titan_tree.run.trainer import in_background, next_input, restore_position, score_validation
 
 try:
     import lightning.pytorch as L
@@ -94,6 +95,7 @@ class TreeLightningModule(L.LightningModule):
     balancing: Balancing | None
     containers: tuple[Optimizers, LRSchedulersContainer]
     num_steps: int  # number of steps of the whole run
+    data_sizes: DataSizes | None  # None: not counted
     progress: Progress
     stopping: StopController | None  # None without ``TreeCheckpoints``
     data_state: Callable[[], dict[str, Any]]  # what ``progress`` holds of the data besides the position
@@ -140,13 +142,24 @@ class TreeLightningModule(L.LightningModule):
         assert self.model is not None
         dataset = _data_of(self.trainer).open_dataset()
         sizes = dataset.reader.files.sizes() if config.training.epochs is not None else None
-        self.num_steps = num_steps(config, dataset, sizes)
+        done, data = self.progress.step, self.progress.data
+        self.num_steps = num_steps(config, dataset, sizes, done, data)
+        self.data_sizes = sizes
         self._optimizer_step = None  # an earlier fit had other optimizers
         optimizers = build_optimizers(config.optimizer, self.model)
         lr_schedulers = build_lr_schedulers(config.lr_scheduler, optimizers, self.num_steps)
         self.containers = optimizers, lr_schedulers
         (optimizer,), (scheduler,) = optimizers, lr_schedulers.schedulers
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def count_steps(self) -> None:
+        """Counts the steps of the run anew, from the checkpoint that ``TreeCheckpoints`` has loaded."""
+        config, dataset, progress = self.config, _data_of(self.trainer).dataset, self.progress
+        assert dataset is not None
+        steps = num_steps(config, dataset, self.data_sizes, progress.step, progress.data)
+        if steps != self.num_steps:  # of another batch size
+            self.num_steps = steps
+            reschedule(config.lr_scheduler, *self.containers, steps)
 
     def on_train_start(self) -> None:
         self.trainer.should_stop = self.global_step >= self.num_steps  # nothing is left after a resume
@@ -161,7 +174,7 @@ class TreeLightningModule(L.LightningModule):
 
     def _train_step(self, inputs: Iterator[SynchronizedInput]) -> None:
         started = time.perf_counter()
-        step_input, position, sizes = next(inputs)
+        step_input, position, sizes = next_input(inputs, self.global_step + 1, self.num_steps)
         optimizer: Any = self.optimizers()  # Lightning's wrapper, whose steps are counted
         scheduler: Any = self.lr_schedulers()
         step = self.global_step + 1
@@ -213,6 +226,7 @@ class TreeLightningModule(L.LightningModule):
         if before := state.get("architecture"):
             check_architecture(Path(str(self.trainer.ckpt_path)), before, self.architecture())
         self.progress.data = state.get("data", {})
+        self.progress.step = checkpoint["global_step"] if self.progress.data else 0
         self.load_balance()
 
     def load_balance(self) -> None:
@@ -249,7 +263,7 @@ class TreeDataModule(L.LightningDataModule):
         """Returns the stream of training data, at its start. ``train_dataloader`` reads it."""
         module, config = _module_of(self.trainer), self.config
         tokenizer = build_tokenizer(config.data, config.model.hf_path)
-        reader = build_reader(config.data, tokenizer, module.model)
+        reader = build_reader(config.data, tokenizer, module.model, config.loss)
         is_balanced = module.balancing is not None
         self.dataset = build_dataset(
             reader, config, config.training.epochs, module.mesh, is_balanced=is_balanced
@@ -324,6 +338,8 @@ class TreeCheckpoints(Checkpoint):
             run_config=config,
         )
         self.checkpoints.resume()
+        if progress.step:
+            module.count_steps()
         module.stopping = StopController(config, module.model, self.checkpoints, progress, module.num_steps)
         if progress.step:
             _set_step(trainer, progress.step)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_tree.components.moe.routing import RouterBias
 from titan_tree.components.tree_loss.loss import TreeLoss
 from titan_tree.components.tree_loss.settings import LossConfig
-from titan_tree.components.tree_loss.spec import COUNT_ONCE
+from titan_tree.components.tree_loss.spec import COUNT_ONCE, LossSpec
 from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.data_files import DataSizes
@@ -95,12 +97,16 @@ def build_router_bias(config: RouterBias, model: TreeModel) -> RouterBias | None
     return config
 
 
-def build_reader(config: DataConfig, tokenizer: TreeTokenizer | None, model: TreeModel) -> SampleReader:
+def build_reader(
+    config: DataConfig, tokenizer: TreeTokenizer | None, model: TreeModel, loss: LossConfig | None = None
+) -> SampleReader:
+    """Returns the reader of data files. It refuses what the model or the loss cannot train."""
     if config.replay != "off" and model.experts is None:
         raise UserError(f"data.replay: expected 'off' for a model without experts, got {config.replay!r}")
     experts = model.experts.sizes if model.experts else None
     limits = ModelLimits(model.config.max_position_embeddings, model.config.vocab_size, experts)
-    return SampleReader(config, tokenizer, limits)
+    is_same = loss is not None and not LossSpec.of(loss.name).reads_pairs
+    return SampleReader(config, tokenizer, limits, loss.name if loss and is_same else None)
 
 
 def build_dataset(
@@ -138,11 +144,21 @@ def build_validation(
         return None
     files = config.validation.files
     data = dataclasses.replace(config.data, files=files, paths="all", weights=None, shuffle_buffer=0)
-    return build_dataset(build_reader(data, tokenizer, model), config, 1, mesh)
+    return build_dataset(build_reader(data, tokenizer, model, config.loss), config, 1, mesh)
 
 
-def num_steps(config: Config, dataset: TreeDataset, sizes: DataSizes | None) -> int:
+def num_steps(
+    config: Config,
+    dataset: TreeDataset,
+    sizes: DataSizes | None,
+    done: int = 0,
+    position: Mapping[str, Any] | None = None,
+) -> int:
     """Returns the optimizer steps of the whole run.
+
+    Args:
+        done: steps of earlier parts of the run, which may have had another batch size.
+        position: that of the data after these steps.
 
     Raises:
         UserError: the warm-up is longer than the run.
@@ -150,7 +166,8 @@ def num_steps(config: Config, dataset: TreeDataset, sizes: DataSizes | None) -> 
     steps = config.training.steps or DEFAULT_STEPS
     if config.training.epochs is not None:
         assert sizes is not None
-        steps = dataset.num_steps(sizes)
+        start = {name: position[name] for name in dataset.position()} if position else {}
+        steps = done + dataset.num_steps(sizes, **start)
     check_warmup(config.lr_scheduler.warmup_steps, steps)
     return steps
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from titan_tree.components.moe.routing import RouterBias, RouterLoss
 from titan_tree.components.tree_loss.settings import LossConfig
 from titan_tree.config.checks import require
-from titan_tree.config.toml import load_tables
+from titan_tree.config.plugins import import_attribute, imports_refused, is_import_string
+from titan_tree.config.registry import Registry
+from titan_tree.config.toml import load_tables, read_tables
 from titan_tree.data.settings import DataConfig, PartitionConfig, ValidationConfig
 from titan_tree.distributed.settings import LRSchedulerConfig, OptimizerConfig, ParallelConfig
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, errors_at
 from titan_tree.models.settings import LoRAConfig, ModelConfig
 from titan_tree.run.settings import CheckpointConfig, MetricsConfig, ProfilerConfig, TrainingConfig
 
@@ -88,6 +91,18 @@ class Config:
         )
 
 
+# The configurations of commands with tables of their own, by one of these tables.
+CONFIGURATIONS: Registry[type[Config]] = Registry(
+    "configuration",
+    {
+        "lightning": "titan_tree.integrations.lightning_settings:LightningRunConfig",
+        "rl": "titan_tree.rl.settings:RLRunConfig",
+        "warm_start": "titan_tree.rl.settings:RLRunConfig",
+    },
+)
+NAMES_OF_CODE = "model.name=qwen3", "model.attention=auto", "model.recurrence=auto"  # instead of stored names
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Returns the configuration of a TOML file, with overrides applied.
 
@@ -99,3 +114,42 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         UserError: the file cannot be read, or it or an override contains a wrong key or value.
     """
     return load_tables(Config, path, overrides)
+
+
+def load_any(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Returns the configuration with the tables of the command that it is for. See ``load_config``."""
+    return load_tables(_tables_of(path, overrides), path, overrides)
+
+
+def load_stored(path: str | Path, plugins: bool = False, data_only: bool = False) -> Config:
+    """Returns the configuration in the folder of a run, which a stranger may have written.
+
+    Tables of single commands, such as [rl], are left out.
+
+    Args:
+        plugins: import the code that it names.
+        data_only: read only the tables [data] and [model], and not the names in [model], which may be code.
+
+    Raises:
+        UserError: see ``load_config``; or what is read names code, and ``plugins`` is false.
+    """
+    tables = _tables_of(path)
+    skip = set(CONFIGURATIONS)
+    if data_only:
+        skip |= {field.name for field in fields(tables)} - {"data", "model"}
+    try:
+        with nullcontext() if plugins else imports_refused():
+            config = load_tables(tables, path, NAMES_OF_CODE if data_only else (), skip)
+            if is_import_string(tokenizer := config.data.tokenizer):  # tables check other names of code
+                with errors_at(f"{path}: data.tokenizer"):
+                    import_attribute(str(tokenizer))
+    except UserError:
+        if data_only:
+            load_stored(path, plugins)  # its error is better if plugins would register what is missing
+        raise
+    return config
+
+
+def _tables_of(path: str | Path, overrides: Sequence[str] = ()) -> type[Config]:
+    names = {name for _, table in read_tables(path, overrides) for name in table}
+    return next((CONFIGURATIONS[name] for name in CONFIGURATIONS if name in names), Config)

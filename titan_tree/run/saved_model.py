@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.config.toml import COMMANDS, load_tables
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.errors import UserError
 from titan_tree.models.hf.snapshot_files import ADAPTER_CONFIG, CONFIG
@@ -19,7 +18,7 @@ from titan_tree.models.tree_model import TreeModel
 from titan_tree.run.build import build_tokenizer
 from titan_tree.run.checkpoint.checkpoints import load_model
 from titan_tree.run.checkpoint.storage import CHECKPOINT
-from titan_tree.run.config import Config
+from titan_tree.run.config import Config, load_stored
 from titan_tree.run.model_setup import build_parallel_model
 
 
@@ -38,13 +37,16 @@ class SavedModel:
     config: Config | None = None
 
     @classmethod
-    def at(cls, path: str) -> SavedModel:
+    def at(cls, path: str, plugins: bool = False) -> SavedModel:
         """Finds the model of a snapshot, of a checkpoint, or of a run's newest checkpoint.
 
         A run without checkpoints may have an export in hf/.
 
+        Args:
+            plugins: import the code that the configuration of the run names.
+
         Raises:
-            UserError: the folder is none of these.
+            UserError: the folder is none of these; or its configuration names code, and ``plugins`` is false.
         """
         folder = Path(path).expanduser()
         if (folder / CONFIG).is_file():
@@ -60,7 +62,7 @@ class SavedModel:
                 f"{path}: expected the folder of a run (config.toml), a checkpoint inside of one "
                 f"(checkpoints/step-N) or a snapshot ({CONFIG}), got {found}"
             )
-        config = load_tables(Config, run / "config.toml", skip=COMMANDS)
+        config = load_stored(run / "config.toml", plugins)
         if run != folder:
             return cls(checkpoint=folder, config=config)
         steps = [

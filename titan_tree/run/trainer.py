@@ -37,6 +37,7 @@ from titan_tree.distributed.optimizers import (
     build_lr_schedulers,
     build_optimizers,
     optimizer_class,
+    reschedule,
 )
 from titan_tree.engine.step_io import NO_COUNTS, StepCounts, StepInput
 from titan_tree.engine.tree_step import TreeStep
@@ -167,9 +168,9 @@ class Trainer:
             run_config=config,
         )
         self.checkpoints.resume()
-        self.stopping = StopController(config, self.model, self.checkpoints, self.progress, self.num_steps)
         if self.progress.step:
             self.resume_data()
+        self.stopping = StopController(config, self.model, self.checkpoints, self.progress, self.num_steps)
         if self.balancing and "balance" in self.progress.data:
             self.balancing.load_state_dict(self.progress.data["balance"])
         self._data_state = in_background(self.data_state) if config.checkpoint.interval else dict
@@ -189,7 +190,7 @@ class Trainer:
     def open_data(self) -> int:
         """Opens the training and validation data. Returns the number of steps of the whole run."""
         config, is_balanced = self.config, self.balancing is not None
-        reader = build_reader(config.data, self.tokenizer, self.model)
+        reader = build_reader(config.data, self.tokenizer, self.model, config.loss)
         epochs = config.training.epochs
         self.dataset = build_dataset(reader, config, epochs, self.mesh, is_balanced=is_balanced)
         held_out = build_validation(config, self.tokenizer, self.model, self.mesh)
@@ -199,8 +200,13 @@ class Trainer:
         return num_steps(config, self.dataset, self.data_sizes)
 
     def resume_data(self) -> None:
-        """Moves the data to the position in ``progress``."""
-        restore_position(self.dataset, self.progress.data, self.config.checkpoint.allow_changes)
+        """Moves the data to the position in ``progress``, and counts the steps from there."""
+        config, (done, data) = self.config, (self.progress.step, self.progress.data)
+        restore_position(self.dataset, data, config.checkpoint.allow_changes)
+        steps = num_steps(config, self.dataset, self.data_sizes, done, data)
+        if steps != self.num_steps:  # of another batch size
+            self.num_steps = steps
+            reschedule(config.lr_scheduler, self.optimizers, self.lr_schedulers, steps)
 
     def data_state(self) -> dict[str, object]:
         """Returns what a checkpoint stores of the data besides the position. Runs once, in a thread."""
@@ -283,8 +289,8 @@ class Trainer:
     def train_step(self, inputs: Iterator[SynchronizedInput]) -> None:
         """Runs one optimizer step on the next of ``inputs``, and logs it if it is due."""
         started = time.perf_counter()
-        step_input, position, sizes = next(inputs)
         step = self.progress.step + 1
+        step_input, position, sizes = next_input(inputs, step, self.num_steps)
         report = self.optimizer_step.run(step, step_input, sizes, epoch=position["epoch"], started=started)
         self.progress.step, self.progress.data = step, self._data_state() | position
         if self.balancing:
@@ -318,6 +324,13 @@ class Trainer:
         logger.info("checkpoint: %s", self.checkpoints.newest() or "none (checkpoint.interval = 0)")
         if "csv" in self.config.metrics.loggers:
             logger.info("curves: %s/metrics.csv", self.config.folder)
+
+
+def next_input(inputs: Iterator[SynchronizedInput], step: int, num_steps: int) -> SynchronizedInput:
+    """Returns the input of a step. Raises AgreedError if there is none."""
+    for ready in inputs:
+        return ready
+    raise AgreedError(f"data.files: they end before step {step} of {num_steps}; check that they are complete")
 
 
 def score_validation(tree_step: TreeStep, inputs: Sequence[StepInput]) -> dict[str, float]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from titan_tree.run.config import Config
 
 Curves = dict[str, tuple[list[int], list[float]]]  # name -> steps, values
+RUN_FILES = "config.toml", "metrics.csv"
 MOST_POINTS = 500  # of a curve; others are left out evenly
 
 
@@ -24,16 +25,19 @@ def is_run(path: str) -> bool:
     return (Path(path) / "config.toml").is_file()
 
 
-def load_run(folder: str) -> tuple[Config, TreeTokenizer | None, Curves]:
+def load_run(folder: str, plugins: bool = False) -> tuple[Config, TreeTokenizer | None, Curves]:
     """Returns the configuration of a run, its tokenizer, and the columns of metrics.csv that vary.
 
-    Raises:
-        UserError: config.toml or metrics.csv is malformed, or the tokenizer is missing.
-    """
-    from titan_tree.config.toml import COMMANDS, load_tables  # imports omegaconf
-    from titan_tree.run.config import Config
+    Args:
+        plugins: import the code that the configuration names. Otherwise only [data] and [model] are read.
 
-    config = load_tables(Config, Path(folder) / "config.toml", skip=COMMANDS)
+    Raises:
+        UserError: config.toml or metrics.csv is malformed, or the tokenizer is missing. Or the table [data]
+            names code, and ``plugins`` is false.
+    """
+    from titan_tree.run.config import load_stored  # imports omegaconf
+
+    config = load_stored(Path(folder) / "config.toml", plugins, data_only=not plugins)
     name, snapshot = config.data.tokenizer, config.model.hf_path
     if name is None and snapshot and (Path(snapshot) / "tokenizer.json").is_file():
         name = snapshot

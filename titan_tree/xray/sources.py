@@ -61,6 +61,10 @@ class Sources:
                     seen.add(real)
                     self._files.append((file, is_searched))
 
+    @property
+    def files(self) -> list[str]:
+        return [file for file, _ in self._files]
+
     @contextmanager
     def collected_warnings(self) -> Iterator[None]:
         """Counts the warnings of readers within a ``with`` statement, instead of logging one per file."""

@@ -126,7 +126,7 @@ def _subject(args: argparse.Namespace) -> Subject:
     config = None
     if args.config is not None:
         with suppress(Exception):  # the section "configuration" reports it
-            from titan_tree.cli.reference import load_any
+            from titan_tree.run.config import load_any
 
             config = load_any(args.config, args.overrides)
     return Subject(args.config, args.overrides, config)

@@ -15,7 +15,6 @@ import torch
 
 from titan_tree.cli.doctor import Checked, Finding, Subject, attempt, problem
 from titan_tree.cli.doctor.machine import existing, size_text
-from titan_tree.cli.reference import load_any
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.data_files import DataFiles
 from titan_tree.data.sample_reader import SampleReader
@@ -29,7 +28,7 @@ from titan_tree.models.weights import whole_weights
 from titan_tree.rl.environment import ENVIRONMENTS
 from titan_tree.rl.settings import RLRunConfig
 from titan_tree.run import build
-from titan_tree.run.config import Config
+from titan_tree.run.config import Config, load_any
 from titan_tree.run.metrics.loggers import LOGGERS
 from titan_tree.run.model_setup import add_configured_lora, build_model_without_weights
 
@@ -93,7 +92,8 @@ def _data(config: Config, model: TreeModel, tokenizer: TreeTokenizer | None) -> 
     for table, files in (("data", config.data.files), ("validation", config.validation.files)):
         if not files:  # no validation, or the data come from an environment
             continue
-        reader = build.build_reader(replace(config.data, files=files, weights=None), tokenizer, model)
+        data = replace(config.data, files=files, weights=None)
+        reader = build.build_reader(data, tokenizer, model, config.loss)
         problems = list(chain(*(attempt(table, _first_group, reader, file) for file in reader.files.paths)))
         yield from problems
         if readable := len(reader.files.paths) - len(problems):

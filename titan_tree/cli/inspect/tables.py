@@ -118,6 +118,10 @@ def _show(args: argparse.Namespace, config: DataConfig, costs: ModelCosts | None
         if any(reader.endings[name] for name in UNFINISHED):
             counts = [f"{reader.endings[name]:,} {name} ({done})" for name, done in UNFINISHED.items()]
             console.print(f"answers: {', '.join(counts)}", highlight=False)
+        if reader.rejected:
+            are = "sample is a rejected answer" if reader.rejected == 1 else "samples are rejected answers"
+            line = f'{reader.rejected:,} {are}: train with a loss of preferences, such as loss.name = "dpo"'
+            console.print(line, style="yellow", highlight=False)
         if reader.files.skipped:
             counts = [f"{number:,} x {kind}" for kind, number in reader.files.skipped.most_common()]
             line = f"left out of sessions: {printable(', '.join(counts))}"

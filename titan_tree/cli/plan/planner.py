@@ -121,7 +121,7 @@ class Planner:
         self.layers = LayerTrace(model)
         self._check(config)
         tokenizer = build.build_tokenizer(config.data, config.model.hf_path)
-        self.reader = build.build_reader(config.data, tokenizer, self.model)
+        self.reader = build.build_reader(config.data, tokenizer, self.model, config.loss)
         batch = config.data.global_batch_groups
         self.groups = take_sample(self.reader, num_groups or batch)
         self.num_steps = math.ceil(self.groups / batch)

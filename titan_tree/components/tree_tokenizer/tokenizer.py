@@ -93,11 +93,11 @@ class TreeTokenizer:
             return TreeTokenizer.byte_level(template or "chatml")
         if str(name).endswith((".tiktoken", ".tiktoken.gz")):
             return TreeTokenizer.from_tiktoken(name, template=template or "chatml")
+        if Path(name).expanduser().is_dir():  # a folder may have the name of code
+            return TreeTokenizer.from_hf(name, template)
         if is_import_string(name):
             return _own_tokenizer(str(name), template)
-        if not Path(name).expanduser().is_dir():
-            raise UserError(f"{name}: {missing_snapshot(name, f'{SNAPSHOT}, a .tiktoken file or byte')}")
-        return TreeTokenizer.from_hf(name, template)
+        raise UserError(f"{name}: {missing_snapshot(name, f'{SNAPSHOT}, a .tiktoken file or byte')}")
 
     @staticmethod
     def from_hf(folder: str | Path, template: str | Path | None = None) -> TreeTokenizer:

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_tree.distributed.collectives import call_on_all_ranks_keep_rank0, call_on_rank_0, rank, world_size
 from titan_tree.distributed.faults import is_lost_rank
+from titan_tree.distributed.optimizers import load_schedule
 from titan_tree.distributed.titan import LRSchedulersContainer, OptimizersContainer
 from titan_tree.errors import UserError
 from titan_tree.models.lora.adapters import frozen_names
@@ -226,14 +227,7 @@ class Checkpoints:
         self.model.load_state_dict(self.model.state_dict() | tensors["model"])
         # The hyperparameters of the optimizer are those of the configuration.
         self.optimizers.load_state_dict(self.optimizers.state_dict() | tensors["optimizer"])
-        with warnings.catch_warnings():
-            # torchtitan's scheduler triggers this warning whenever it is loaded.
-            warnings.filterwarnings("ignore", message="To get the last learning rate")
-            self.lr_schedulers.load_state_dict(schedule)
-        rates = [rate for scheduler in self.lr_schedulers for rate in scheduler.get_last_lr()]
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        for group, lr in zip(groups, rates, strict=True):
-            group["lr"] = lr
+        load_schedule(self.optimizers, self.lr_schedulers, schedule)
         self.progress.step, self.progress.data = step, data
         self.last_saved = step
 
