@@ -6,9 +6,8 @@
 from pathlib import Path
 
 from titan_tree.cli import main
+from titan_tree.cli.run_process import exit_process
 from titan_tree.run.config import load_config
-from titan_tree.train import exit_process
-from titan_tree.train import main as train
 
 CONFIG = Path(__file__).resolve().parents[1] / "train_configs" / "demo.toml"
 
@@ -17,7 +16,7 @@ def first_run() -> int:
     """Returns the exit status of the first command that fails, or 0."""
     folder = load_config(CONFIG).folder
     page = f"{folder}/xray.html"
-    status = train(["--config", str(CONFIG)])
+    status = main(["train", str(CONFIG)])
     status = status or main(["chat", folder, "--task"])
     status = status or main(["xray", folder, "--out", page])
     if not status:

@@ -11,7 +11,8 @@ import urllib.parse
 
 import pytest
 
-from titan_tree import errors, train
+from titan_tree import errors
+from titan_tree.cli import run_process
 from titan_tree.data.readers.strict_json import parse_json
 from titan_tree.errors import (
     UserError,
@@ -92,12 +93,12 @@ def test_tracebacks_and_log_lines_hide_secrets(
     def fails() -> int:
         raise ZeroDivisionError(f"the key is {KEY}")
 
-    train.exit_process(fails)
+    run_process.exit_process(fails)
     printed = capsys.readouterr().err
     assert statuses == [1]
     assert printed.endswith("ZeroDivisionError: the key is ***\n")
     assert KEY not in printed
-    train._Stdout().emit(logging.makeLogRecord({"msg": "the key is %s", "args": (KEY,)}))
+    run_process._Stdout().emit(logging.makeLogRecord({"msg": "the key is %s", "args": (KEY,)}))
     assert capsys.readouterr().out == "the key is ***\n"
 
 

@@ -33,9 +33,9 @@ def check_torchrun(words: list[str]) -> Any:
     assert words[0] == "torchrun"
     options = get_args_parser().parse_args(words[1:])
     assert options.module
-    assert options.training_script == "titan_tree.train"
-    dash, config, *overrides = options.training_script_args
-    assert dash == "--config"
+    assert options.training_script == "titan_tree"
+    command, config, *overrides = options.training_script_args
+    assert command == "train"
     load_config(ROOT / config, overrides)
     assert options.rdzv_backend == "c10d"
     assert int(options.max_restarts) > 0

@@ -9,7 +9,7 @@ import _signal  # built in; the module signal takes milliseconds to import, in w
 import sys
 
 # Until a command handles signals itself, Ctrl-C ends it as SIGTERM does: at once, without a traceback. While
-# Python looks for the module of ``python -m titan_tree.train``, sys.argv[0] is "-m".
+# Python looks for the module of ``python -m titan_tree``, sys.argv[0] is "-m".
 _NAMED = any(word.removeprefix("-m").split(".")[0] == "titan_tree" for word in sys.orig_argv)
 _IS_COMMAND = (sys.argv[:1] == ["-m"] and _NAMED) or "".join(sys.argv[:1]).endswith("/titan-tree")
 if _IS_COMMAND and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
@@ -143,6 +143,10 @@ _MOVED = {  # modules of earlier versions -> their successors
 }
 _ROWS = "make TokenPaths of the rows, as docs/frameworks.md shows"
 _REMOVED = {  # modules without a successor -> what to do instead
+    "cli.__main__": "run `python -m titan_tree COMMAND`",
+    "lightning": "run `python -m titan_tree train CONFIG.toml --trainer lightning`",
+    "rl.__main__": "run `python -m titan_tree rl CONFIG.toml`",
+    "train": "run `python -m titan_tree train CONFIG.toml`",
     "bench": "import benchmarks in a clone of the repository; titan_tree.cli.bench has titan-tree bench real",
     "integrations.areal": _ROWS,
     "integrations.fields": _ROWS,

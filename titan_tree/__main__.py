@@ -1,7 +1,5 @@
 """`python -m titan_tree COMMAND` does what `titan-tree COMMAND` does."""
 
-import sys
+from titan_tree.cli import program
 
-from titan_tree.cli import main
-
-sys.exit(main())
+program()

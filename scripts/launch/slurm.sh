@@ -28,4 +28,4 @@ exec srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
     torchrun --nnodes="$SLURM_NNODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" --max-restarts=3 \
     --rdzv-backend=c10d --rdzv-endpoint="$first:$port" --rdzv-id="$SLURM_JOB_ID" \
     --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGUSR1 \
-    -m titan_tree.train --config "$config" "$@"
+    -m titan_tree train "$config" "$@"

@@ -32,8 +32,8 @@ def trial(kind: str, draw: random.Random, work: Path, folder: Path) -> str:
     command = [
         sys.executable,
         "-m",
-        "titan_tree.train",
-        "--config",
+        "titan_tree",
+        "train",
         config,
         f"folder={folder / 'run'}",
         *OPTIONS,

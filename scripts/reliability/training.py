@@ -57,7 +57,7 @@ def check(condition: object, problem: str) -> None:
 
 def preload() -> None:
     """Imports everything that a training run needs. It starts no thread, so that this process can fork."""
-    for module in ("titan_tree.train", "titan_tree.run.trainer"):
+    for module in ("titan_tree.cli.train", "titan_tree.run.trainer"):
         import_module(module)
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"expected one thread before a fork, got {threads}"
@@ -149,7 +149,7 @@ class Run:
         logs.mkdir(parents=True, exist_ok=True)
         parallel = [f"parallel.timeout_s={TIMEOUT_S}"] if self.ranks > 1 else []
         config = str(ROOT / "train_configs" / f"{self.config}.toml")
-        arguments = ["--config", config, f"folder={self.folder}", *self.options, *parallel]
+        arguments = ["train", config, f"folder={self.folder}", *self.options, *parallel]
         port = _free_port()
         processes = Processes([], [])
         for rank in range(self.ranks):
@@ -296,12 +296,12 @@ def fork(output: Path, function: Callable[[], int]) -> int:
 def _train(
     arguments: list[str], rank: int, variables: dict[str, object], in_child: Callable[[int], None]
 ) -> int:
-    import titan_tree.train
+    from titan_tree.cli import main
 
     if variables["WORLD_SIZE"] != 1:
         os.environ.update({name: str(value) for name, value in variables.items()})
     in_child(rank)
-    return titan_tree.train.main(arguments)
+    return main(arguments)
 
 
 def _free_port() -> int:

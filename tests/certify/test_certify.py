@@ -452,7 +452,7 @@ def test_snapshots_pass_with_layers_of_either_library(family, dtype, tmp_path):
 def test_two_ranks_equal_every_path_alone(shared, tmp_path):
     (tmp_path / "run.toml").write_text(dump_config(configured(tmp_path, model__name="qwen3_moe", **LORA)))
     files = ["--nproc", "2", "--json", str(tmp_path / "c.json"), f"parallel.{shared}=2"]
-    command = [sys.executable, "-m", "titan_tree.cli", "certify", str(tmp_path / "run.toml"), *files]
+    command = [sys.executable, "-m", "titan_tree", "certify", str(tmp_path / "run.toml"), *files]
     subprocess.run(command, check=True, timeout=300)
     written = json.loads((tmp_path / "c.json").read_text())
     assert written["facts"]["step"] == "loss reinforce, float32, cpu, 2 ranks"

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_tree import train
 from titan_tree.cli import main
 from titan_tree.cli.chat import Speaker
 from titan_tree.components.tree_tokenizer import TreeTokenizer
@@ -116,7 +115,7 @@ def test_the_model_of_a_run_is_its_newest_checkpoint(
         "data.global_batch_groups=1",
     ]
     arguments = [*overrides, f"folder={tmp_path}", "checkpoint.export_hf=true"]
-    assert train.main(["--config", str(CONFIG), *arguments]) == 0
+    assert main(["train", str(CONFIG), *arguments]) == 0
     cpu = torch.device("cpu")
     exported = SavedModel.at(f"{tmp_path}/hf").model(cpu).float().state_dict()
     newest = SavedModel.at(str(tmp_path))

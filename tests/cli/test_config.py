@@ -28,8 +28,7 @@ def write(capsys: pytest.CaptureFixture[str], *records: dict) -> tuple[dict, Con
     Path("my.toml").unlink(missing_ok=True)
     assert main(["config", "--model", "qwen3:debug", "--data", "own.jsonl", "-o", "my.toml"]) == 0
     assert capsys.readouterr().out == (
-        "wrote my.toml; titan-tree plan my.toml estimates its memory and time, titan-tree train my.toml "
-        "trains\n"
+        "wrote my.toml; titan-tree plan my.toml estimates its memory, titan-tree train my.toml trains\n"
     )
     return tomllib.loads(Path("my.toml").read_text()), load_config("my.toml")
 
@@ -184,15 +183,10 @@ def test_a_written_configuration_has_a_comment_above_each_key(capsys: pytest.Cap
 
 
 @pytest.mark.slow
-def test_doctor_finds_no_problem_in_a_written_configuration_and_it_trains(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_written_configuration_trains(capsys: pytest.CaptureFixture[str]) -> None:
     from titan_tree.run.trainer import Trainer
 
     write(capsys, {"id": "a", "trajectories": [ONE | {"reward": 1}, ONE | {"reward": 0}]})
-    main(["doctor", "--config", "my.toml", "--json"])
-    findings = json.loads(capsys.readouterr().out)["sections"]["configuration"]
-    assert [finding for finding in findings if finding["ok"] is False] == []
     trainer = Trainer(load_config("my.toml"))
     trainer.train()
     trainer.close()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from titan_tree import train, tree_logprobs
+from titan_tree import tree_logprobs
 from titan_tree.cli import main
 from titan_tree.run.saved_model import SavedModel
 
@@ -16,7 +16,7 @@ CONFIG = Path(__file__).parents[2] / "train_configs" / "demo.toml"
 def trained(folder: Path, *overrides: str) -> Path:
     keys = "training.steps=1", "lr_scheduler.warmup_steps=0", "training.dtype=float32"
     exports = f"folder={folder}", "checkpoint.export_hf=true"
-    assert train.main(["--config", str(CONFIG), *exports, *keys, *overrides]) == 0
+    assert main(["train", str(CONFIG), *exports, *keys, *overrides]) == 0
     return folder
 
 

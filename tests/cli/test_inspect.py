@@ -233,7 +233,7 @@ def test_sample_values_are_json_or_text(capsys):
 
 def test_it_runs_as_a_module(file):
     run = subprocess.run(
-        [sys.executable, "-m", "titan_tree.cli", "inspect", file, "--limit", "0"],
+        [sys.executable, "-m", "titan_tree", "inspect", file, "--limit", "0"],
         capture_output=True,
         text=True,
     )
@@ -327,7 +327,7 @@ def test_control_characters_do_not_reach_the_terminal(capsys, tmp_path):
 
 def test_a_closed_pipe_ends_the_command_quietly(file):
     for options in ([], ["--json"]):
-        command = [sys.executable, "-m", "titan_tree.cli", "inspect", file, *options]
+        command = [sys.executable, "-m", "titan_tree", "inspect", file, *options]
         run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         run.stdout.close()
         assert run.stderr.read() == b""

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.processes import process_group, run_ranks
 from titan_tree.cli.plan.layer_trace import Kept
-from titan_tree.cli.plan.memory import CONTEXT, GIB, NCCL, Memory
-from titan_tree.cli.plan.workload import OwnerStep, Run
+from titan_tree.cli.plan.memory import CONTEXT, GIB, NCCL, MemoryPlan
+from titan_tree.cli.plan.workload import OwnerSizes, PassSizes
 from titan_tree.components.tree_attention import block_lists
 from titan_tree.data.settings import DataConfig
 from titan_tree.distributed.optimizers import build_optimizers
@@ -75,12 +75,12 @@ MOMENTS = {
 def steps_of(chain_tokens=64, tokens=32, edges=16, passes=2, is_partitioned=False):
     """Returns a step with equal forward passes."""
     cache = CacheRows(5, 3) if is_partitioned else CacheRows(0, 0)
-    runs = [Run(tokens=tokens, keys=tokens, pairs=tokens, edges=edges, cache=cache)] * passes
-    return [[OwnerStep([runs] if is_partitioned else [[run] for run in runs], chain_tokens, NO_COUNTS)]]
+    runs = [PassSizes(tokens=tokens, keys=tokens, edges=edges, cache=cache)] * passes
+    return [[OwnerSizes([runs] if is_partitioned else [[run] for run in runs], chain_tokens, NO_COUNTS)]]
 
 
 def memory_of(model=None, gpus=4, steps=None, **values):
-    return Memory(model or model_of(), config_of(**values), gpus, Layers(), steps or steps_of())
+    return MemoryPlan(model or model_of(), config_of(**values), gpus, Layers(), steps or steps_of())
 
 
 def parts_of(moment, steps=None, gpus=4, imbalance=1.0, model=None, **values):
@@ -119,7 +119,7 @@ def compare_with_tensors(rank: int, ports: list[int]) -> None:
             if rank == 0:
                 settings = {"parallel__reduce_gradients": "every", "parallel__replicate": replicas}
                 config = config_of(optimizer__name=optimizer, **settings)
-                memory = Memory(model_of(name, **sizes), config, 2, Layers(), steps_of())
+                memory = MemoryPlan(model_of(name, **sizes), config, 2, Layers(), steps_of())
                 parts = memory.moments()[MOMENTS["end"]]
                 expected = tuple(parts[key] for key in ("weights", "gradients", "optimizer states"))
                 assert found == expected, (name, optimizer, replicas)
@@ -312,10 +312,10 @@ def test_gradients_of_earlier_passes_exist_at_the_loss():
 
 def test_sizes_are_the_largest_of_all_steps_and_gpus():
     def run(tokens, keys, edges, cache=(0, 0)):
-        return Run(tokens=tokens, keys=keys, pairs=tokens, edges=edges, cache=CacheRows(*cache))
+        return PassSizes(tokens=tokens, keys=keys, edges=edges, cache=CacheRows(*cache))
 
-    first = OwnerStep([[run(10, 10, 9)], [run(4, 4, 3)]], 10, NO_COUNTS)
-    second = OwnerStep([[run(6, 6, 5, (0, 2)), run(7, 13, 11, (8, 1))]], 13, NO_COUNTS)
+    first = OwnerSizes([[run(10, 10, 9)], [run(4, 4, 3)]], 10, NO_COUNTS)
+    second = OwnerSizes([[run(6, 6, 5, (0, 2)), run(7, 13, 11, (8, 1))]], 13, NO_COUNTS)
     names = ("chain_tokens", "tokens", "edges", "passes", "cached_keys", "cached_states", "is_partitioned")
     for ranks, expected in ((1, (13, 10)), (4, (4, 3))):  # a quarter of the tokens, rounded up
         memory = memory_of(steps=[[first], [second]], parallel__sequence_parallel=ranks)

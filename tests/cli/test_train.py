@@ -1,13 +1,16 @@
-"""titan-tree train and rl: the process that they become."""
+"""titan-tree train and rl: what they run, and the processes that they become."""
 
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed.run import get_args_parser
 
 from titan_tree import __version__, cli
+from titan_tree.cli.run_process import start_torchrun
 
 DEMO = str(Path(__file__).parents[2] / "train_configs" / "demo.toml")
 RL_DEMO = DEMO.replace("demo", "rl_demo")
@@ -17,50 +20,72 @@ RL_DEMO = DEMO.replace("demo", "rl_demo")
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Returns the command lines that commands would become."""
     commands: list[list[str]] = []
-    monkeypatch.setattr(os, "execv", lambda path, words: commands.append([path, *words[1:]]))
+
+    def execv(path: str, words: list[str]) -> None:
+        commands.append([path, *words[1:]])
+        raise SystemExit
+
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(os, "execv", execv)
     return commands
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["train", DEMO], ["titan_tree.train", "--config", DEMO]),
-        (["train", DEMO, "--trainer", "lightning"], ["titan_tree.lightning", "--config", DEMO]),
-        (["rl", RL_DEMO, "--nproc", "1", "a=1"], ["titan_tree.rl", "--config", RL_DEMO, "a=1"]),
-        (["train", DEMO, "--a.b=1", "c=2"], ["titan_tree.train", "--config", DEMO, "--a.b=1", "c=2"]),
-    ],
-    ids=["train", "lightning", "rl", "dashes"],
-)
-def test_one_process_is_the_module_itself(
-    words: list[str], expected: list[str], started: list[list[str]]
-) -> None:
-    assert cli.main(words) == 0
-    ((python, dash, *command),) = started
-    assert (python, dash) == (sys.executable, "-m")
-    assert sorted(command) == sorted(expected)
-    assert command[:3] == expected[:3]
 
 
 @pytest.mark.parametrize(
     ("words", "module"),
     [
-        (["train", DEMO], "titan_tree.train"),
-        (["train", DEMO, "--trainer", "lightning"], "titan_tree.lightning"),
-        (["rl", RL_DEMO], "titan_tree.rl"),
+        (["train", DEMO, "--a.b=1", "c=2"], "titan_tree.run.trainer"),
+        (["train", DEMO, "--trainer", "lightning"], "titan_tree.integrations.lightning_command"),
+        (["rl", RL_DEMO, "--nproc", "1", "c=2"], "titan_tree.rl.run"),
     ],
     ids=["train", "lightning", "rl"],
 )
-def test_several_processes_are_those_of_torchrun(
-    words: list[str], module: str, started: list[list[str]]
+def test_one_process_trains_with_the_overrides(
+    words: list[str], module: str, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli.main([*words, "--nproc", "4", "training.steps=7"]) == 0
+    read: list[list[str]] = []
+    trained: list[Any] = []
+
+    def load_tables(tables: type, path: str, overrides: list[str]) -> type:
+        read.append([path, *overrides])
+        return tables
+
+    class Trainer:
+        def __init__(self, config: Any) -> None:
+            trained.append(config)
+
+        train = close = lambda self: None
+
+    fake = SimpleNamespace(Trainer=Trainer, run=trained.append)
+    monkeypatch.setitem(sys.modules, module, fake)
+    monkeypatch.setattr("titan_tree.config.toml.load_tables", load_tables)
+    assert cli.main(words) == 0
+    overrides = [word for word in words if "=" in word]
+    assert [sorted(words) for words in read] == [sorted([words[1], *overrides])]
+    tables = {"titan_tree.rl.run": "RLRunConfig", "titan_tree.run.trainer": "Config"}
+    assert [table.__name__ for table in trained] == [tables.get(module, "LightningRunConfig")]
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    "words", [["train", DEMO], ["train", DEMO, "--trainer", "lightning"], ["rl", RL_DEMO]]
+)
+def test_several_processes_are_those_of_torchrun(
+    words: list[str], started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*words, "training.steps=7"]
+    with pytest.raises(SystemExit):
+        cli.main([*words[:2], "--nproc", "4", *words[2:]])
     ((_, dash, launcher, *command),) = started
     assert (dash, launcher) == ("-m", "torch.distributed.run")
     options = get_args_parser().parse_args(command)
     assert (options.standalone, options.nproc_per_node, options.module) == (True, "4", True)
-    assert options.training_script == module
-    assert options.training_script_args == ["--config", words[1], "training.steps=7"]
+    assert options.training_script == "titan_tree"
+    assert options.training_script_args == words
     assert set(options.signals_to_handle.split(",")) >= {"SIGHUP", "SIGINT", "SIGUSR1", "SIGTERM"}
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    start_torchrun(cli.parse([*words, "--nproc", "4"]))
+    assert len(started) == 1
 
 
 def test_a_wrong_configuration_is_reported_once_before_torchrun_starts(

@@ -315,8 +315,8 @@ def test_the_tables_need_no_omegaconf_and_a_wrong_config_needs_no_torch(file: Pa
     code = (
         "import sys, titan_tree.config\n"
         "assert not {'torch', 'omegaconf'} & set(sys.modules)\n"
-        "import titan_tree.train\n"
-        f"assert titan_tree.train.main(['--config', {str(file)!r}, 'loss.name=dqo']) == 2\n"
+        "from titan_tree.cli import main\n"
+        f"assert main(['train', {str(file)!r}, 'loss.name=dqo']) == 2\n"
         "assert 'torch' not in sys.modules\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -183,14 +183,14 @@ def test_the_command_prints_one_line_and_exits_with_status_2(tmp_path: Path) -> 
     file = tmp_path / "x.toml"
     file.write_text(GOOD)
     code = (
-        "import sys, titan_tree.train as train\n"
-        "for arguments in (['folder=${oc.env:SECRET}'], ['--x', 'y'], ['steps=3'], ['model=3']):\n"
-        f"    assert train.main(['--config', {str(file)!r}, *arguments]) == 2\n"
+        "from titan_tree.cli import main\n"
+        "for arguments in (['folder=${oc.env:SECRET}'], ['--a.x', 'y'], ['steps=3'], ['model=3']):\n"
+        f"    assert main(['train', {str(file)!r}, *arguments]) == 2\n"
     )
     environment = {"SECRET": "hunter2", "PATH": ""}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
-    assert [line[:24] for line in run.stderr.splitlines()] == ["titan_tree.train: error:"] * 4
+    assert [line[:18] for line in run.stderr.splitlines()] == ["titan-tree: error:"] * 4
     assert "hunter2" not in run.stderr + run.stdout
 
 

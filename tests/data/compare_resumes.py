@@ -33,7 +33,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         store = folder / "demo.store"
-        run("titan_tree.cli", "ingest", "demo", str(store), "--tokenizer", "byte")
+        run("titan_tree", "ingest", "demo", str(store), "--tokenizer", "byte")
         for source, files in (("file", "demo"), ("token store", str(store))):
             for ranks in (1, 2):
                 name = folder / f"{source[0]}{ranks}"
@@ -53,9 +53,9 @@ def main() -> int:
 def train(folder: Path, files: str, ranks: int, steps: int, workers: int) -> list[dict[str, str]]:
     """Trains in ``folder`` and returns the rows of metrics.csv without measured times."""
     launcher = ["torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone", "-m"]
-    config = ["--config", "train_configs/demo.toml", f"folder={folder}", f"data.files={files}"]
+    config = ["train", "train_configs/demo.toml", f"folder={folder}", f"data.files={files}"]
     length = [f"training.steps={steps}", f"data.workers={workers}"]
-    run(*(launcher if ranks > 1 else []), "titan_tree.train", *config, *SETTINGS, *length)
+    run(*(launcher if ranks > 1 else []), "titan_tree", *config, *SETTINGS, *length)
     with (folder / "metrics.csv").open(newline="") as file:
         return [{k: v for k, v in row.items() if k not in MEASURED} for row in csv.DictReader(file)]
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-import titan_tree.train
 from tests.support.processes import as_rank, run_ranks, start_ranks
 from tests.support.tiny_run import SMALL, read_metrics, tiny_config, train, write_config
+from titan_tree.cli import main
 from titan_tree.distributed import agreement, faults
 from titan_tree.distributed.experts import exchange
 from titan_tree.errors import UserError
@@ -171,7 +171,7 @@ def test_all_machines_need_the_same_folder(tmp_path: Path) -> None:
 
 KILL_ONCE = """
 import os, signal, sys
-import titan_tree.train
+from titan_tree.cli import main
 from titan_tree.run.trainer import Trainer
 
 train_step = Trainer.train_step
@@ -183,7 +183,7 @@ def step_or_die(trainer, inputs):
         os.kill(os.getpid(), signal.SIGKILL)
 
 Trainer.train_step = step_or_die
-os._exit(titan_tree.train.main(sys.argv[1:]))
+os._exit(main(sys.argv[1:]))
 """
 
 
@@ -197,7 +197,7 @@ def test_torchrun_restarts_from_the_newest_checkpoint(tmp_path: Path) -> None:
     config = tmp_path / "killed" / "config.toml"
     overrides = ["training.steps=5", "checkpoint.interval=2"]
     run = subprocess.run(
-        [*torchrun, "--max-restarts=1", tmp_path / "script.py", *overrides, "--config", config],
+        [*torchrun, "--max-restarts=1", tmp_path / "script.py", "train", config, *overrides],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -223,7 +223,7 @@ def die_at_the_start(rank: int, ports: list[int], folder: Path) -> None:
         Trainer.inputs = lambda trainer: os._exit(1)  # type: ignore[method-assign,assignment]
     sys.stderr = (folder / f"stderr{rank}").open("w", buffering=1)
     with as_rank(rank, 2, ports[0]):
-        titan_tree.train.main(["--config", str(folder / "config.toml")])
+        main(["train", str(folder / "config.toml")])
     (folder / "rank0").write_text("ended")
 
 

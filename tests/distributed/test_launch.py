@@ -168,18 +168,22 @@ def test_a_rank_alone_prints_no_stack() -> None:
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     script = (
-        "from titan_tree.train import exit_process, run_command\n"
-        "def meet(path, overrides):\n"
+        "from titan_tree.cli import main, train\n"
+        "from titan_tree.cli.run_process import exit_process, start\n"
+        "from titan_tree.config import Config\n"
+        "def meet(args):\n"
+        "    start(args, Config)\n"
         "    from titan_tree.distributed import launch\n"
         "    launch.JOIN_S = 1\n"
         "    launch.Launch.of().join(1)\n"
-        "exit_process(lambda: run_command('train', '', meet, ['--config', 'x']))"
+        "train.run = meet\n"
+        "exit_process(lambda: main(['train', 'demo']))"
     )
     env = os.environ | GOOD | {"MASTER_PORT": str(port)}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
     assert done.returncode == 2
     assert done.stderr == (
-        f"train: error: rank 1: cannot meet the other ranks at MASTER_ADDR:MASTER_PORT = localhost:{port}: "
-        "nothing there answers as torch's store does; expected all 2 ranks within 1 s (parallel.timeout_s), "
-        "and no other program on this port; to train alone, unset RANK and WORLD_SIZE\n"
+        "titan-tree: error: rank 1: cannot meet the other ranks at MASTER_ADDR:MASTER_PORT = "
+        f"localhost:{port}: nothing there answers as torch's store does; expected all 2 ranks within 1 s "
+        "(parallel.timeout_s), and no other program on this port; to train alone, unset RANK and WORLD_SIZE\n"
     )

@@ -33,7 +33,7 @@ OPTIONS: dict[str, Any] = {"optimizer__eps": 1e-3, "training__steps": 5, "checkp
 # The training command. One fault happens after step 3, unless the file "happened" exists.
 SCRIPT = """
 import os, signal, sys, time
-import titan_tree.train
+from titan_tree.cli import main
 from titan_tree.run.trainer import Trainer
 
 fault, is_last_machine = os.environ["FAULT"], os.environ["MACHINE"] == "1"
@@ -60,7 +60,7 @@ if fault and not os.path.exists("happened"):
     Trainer.train_step = step_with_fault
     if os.environ["WORLD_SIZE"] == "1":  # with --nnodes=1:2, until the other machine comes
         time.sleep(1000)
-os._exit(titan_tree.train.main(sys.argv[1:]))
+os._exit(main(sys.argv[1:]))
 """
 
 
@@ -86,7 +86,7 @@ class Machines:
             *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.nnodes}", "--nproc-per-node=1"),
             *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.store.port}", "--rdzv-id=test"),
             *("--rdzv-conf=is_host=false,last_call_timeout=1", "--local-addr=127.0.0.1", "--max-restarts=3"),
-            *("--signals-to-handle=SIGTERM,SIGUSR1", "script.py", "--config", "config.toml", *overrides),
+            *("--signals-to-handle=SIGTERM,SIGUSR1", "script.py", "train", "config.toml", *overrides),
         ]
         variables = {
             "OMP_NUM_THREADS": "1",

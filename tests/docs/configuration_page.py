@@ -35,7 +35,7 @@ a TOML file. Arguments of the form `table.key=value` override its keys, and the 
   `null`, so a file leaves the key out.
 - An argument of the form `table.key={}` empties a table of options, such as `model.overrides={}`.
 - Variables such as `${HOME}` are not expanded.
-- `titan-tree doctor --config FILE.toml` checks a configuration before a run.
+- A run checks its configuration before it trains, and names the first wrong key or value.
 
 """
 

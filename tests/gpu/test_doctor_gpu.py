@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titan_tree.cli.doctor import Subject, machine, numerics
+from titan_tree.cli.doctor import machine, numerics
 
 pytestmark = pytest.mark.gpu
 
@@ -17,6 +17,6 @@ def test_the_self_test_accepts_the_kernels(family):
 
 
 def test_each_gpu_and_each_backend_has_a_finding():
-    names = [finding.name for finding in machine.gpus(Subject())]
-    assert {"GPU 0", "NCCL"} <= set(names)
-    assert all(finding.ok is not False for finding in numerics.backends(Subject()))
+    names = [finding.name for finding in machine.machine()]
+    assert "GPU 0" in names
+    assert all(finding.ok is not False for finding in numerics.backends())

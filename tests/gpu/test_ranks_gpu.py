@@ -50,11 +50,11 @@ FSDP2 = {
 }
 
 
-def torchrun(module: str, *arguments: str) -> None:
-    """Runs a module on two ranks, as the command torchrun does."""
+def torchrun(*arguments: str) -> None:
+    """Runs titan-tree on two ranks, as the command torchrun does."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     ended = subprocess.run(
-        [*command, "-m", module, "--config", *arguments],
+        [*command, "-m", "titan_tree", *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "NVIDIA_TF32_OVERRIDE": "0"},
         cwd=ROOT,
         text=True,
@@ -73,7 +73,7 @@ def test_the_command_of_reinforcement_learning_equals_one_gpu(tmp_path: Path) ->
     one.train()
     one.close()
     shutil.copytree(tmp_path / "one" / "warm_start", tmp_path / "two" / "warm_start")
-    torchrun("titan_tree.rl", str(DEMO), *DESK, f"folder={tmp_path / 'two'}")
+    torchrun("rl", str(DEMO), *DESK, f"folder={tmp_path / 'two'}")
     assert any(float(row["reward"]) for row in rows(tmp_path / "one"))
     assert_same_run(after_warm_start(desk(tmp_path / "two")), one, tolerance=1e-4)
 
@@ -98,7 +98,7 @@ def test_the_command_of_supervised_training_equals_one_gpu(tmp_path: Path, more:
         alone = (*more, "parallel.expert_parallel=1")
         return load_config(ROOT / "train_configs" / "demo.toml", [*SUPERVISED, *alone, f"folder={folder}"])
 
-    torchrun("titan_tree.train", "train_configs/demo.toml", *SUPERVISED, *more, f"folder={tmp_path / 'two'}")
+    torchrun("train", "train_configs/demo.toml", *SUPERVISED, *more, f"folder={tmp_path / 'two'}")
     same_run.assert_same_run(demo(tmp_path / "two"), tiny_run.train(demo(tmp_path / "one")))
 
 

@@ -1,4 +1,4 @@
-"""The command titan_tree.lightning: its table, its signals, and runs that another trainer continues."""
+"""titan-tree train --trainer lightning: its table, its signals, and runs that another trainer continues."""
 
 import signal
 from pathlib import Path
@@ -12,8 +12,8 @@ import torch.distributed as dist
 from tests.support.cases import exhaustive
 from tests.support.lightning_run import expected, fit, lightning_trainer, logged
 from tests.support.tiny_run import tiny_config, train, write_config, write_groups
+from titan_tree.cli import main
 from titan_tree.integrations.lightning import TreeCheckpoints
-from titan_tree.lightning import main as lightning_command
 from titan_tree.run.trainer import Trainer
 from titan_tree.signals import SIGNALS
 
@@ -30,6 +30,10 @@ version = "log"
 [lightning.callbacks."{1}:StopAfter"]
 steps = 3
 """
+
+
+def train_with_lightning(config: Path, *overrides: str) -> int:
+    return main(["train", str(config), *overrides, "--trainer", "lightning"])
 
 
 class StopAfter(L.Callback):
@@ -54,8 +58,8 @@ def test_either_trainer_continues_a_run_of_the_other(
     path = tmp_path / "lightning.toml"
     path.write_text(write_config(tmp_path).read_text() + TOML.format(tmp_path, __name__))
     overrides = [f"{key.replace('__', '.')}={value}" for key, value in saved.items()]
-    assert lightning_command(["--config", str(path), *overrides, "profiler.enable=true"]) == 0
-    warning = "keys without effect in titan_tree.lightning: metrics.loggers, profiler.enable\n"
+    assert train_with_lightning(path, *overrides, "profiler.enable=true") == 0
+    warning = "keys without effect with --trainer lightning: metrics.loggers, profiler.enable\n"
     assert warning in capsys.readouterr().out
     values = logged(tmp_path)
     config = tiny_config(tmp_path, **saved)
@@ -93,7 +97,7 @@ def test_a_signal_ends_the_command_after_a_checkpoint(
     callback = f'[lightning.callbacks."{__name__}:SignalAfter"]\nsteps = 2\nnumber = {number:d}\n'
     quiet = "[lightning.trainer]\nenable_progress_bar = false\n"
     path.write_text(path.read_text() + callback + quiet)
-    assert lightning_command(["--config", str(path), "checkpoint.interval=100"]) == 128 + number
+    assert train_with_lightning(path, "checkpoint.interval=100") == 128 + number
     dist.destroy_process_group()
     newest = tmp_path / "run" / "checkpoints" / "step-2"
     ended = f"{number.name}: the run ended after step 2; the same command continues from {newest}\n"
@@ -130,11 +134,11 @@ def test_wrong_settings_of_the_command_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
 ) -> None:
     path = write_config(tmp_path)
-    status = lightning_command(["--config", str(path), override])
+    status = train_with_lightning(path, override)
     if dist.is_initialized():  # Lightning itself has refused the setting
         dist.destroy_process_group()
     assert status == 2
     error = capsys.readouterr().err
-    assert error.startswith("titan_tree.lightning: error: ")
+    assert error.startswith("titan-tree: error: ")
     assert message in error
     assert error.count("\n") == 1

@@ -17,12 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import titan_tree.rl.__main__ as command
 from tests.support import rollout_server as support
 from tests.support.cases import exhaustive, slow_except
 from tests.support.rl_runs import DEMO, TINY, rows, tiny
 from tests.support.rollout_server import RolloutServer, random_turn, rollout_server
 from titan_tree import TokenPath, UserError, build_model, tree_logprobs
+from titan_tree.cli import main
 from titan_tree.components.lora import LoRA
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.lora.adapters import add_lora
@@ -85,8 +85,8 @@ def test_the_command_samples_from_a_server(
     server = RolloutServer(other_model())
     with rollout_server(server) as url:
         own = options(url, api_key_env="ROLLOUT_KEY", concurrency=4)
-        arguments = ["--config", str(DEMO), f"folder={tmp_path}", *TINY, *own, "training.steps=3"]
-        assert command.main(arguments) == 0, capsys.readouterr().err
+        arguments = ["rl", str(DEMO), f"folder={tmp_path}", *TINY, *own, "training.steps=3"]
+        assert main(arguments) == 0, capsys.readouterr().err
     assert "KL divergence" not in capsys.readouterr().out
     found = rows(tmp_path)
     assert [row["step"] for row in found] == ["1", "2", "3"]
@@ -267,7 +267,7 @@ def test_a_signal_ends_the_wait_for_rollouts(async_steps: int, tmp_path: Path) -
     server.fail = hang
     with rollout_server(server) as url:
         own = [*options(url), f"rl.async_steps={async_steps}", "rl.environment=desk"]
-        arguments = [sys.executable, "-m", "titan_tree.rl", "--config", str(DEMO), f"folder={tmp_path}"]
+        arguments = [sys.executable, "-m", "titan_tree", "rl", str(DEMO), f"folder={tmp_path}"]
         environment = os.environ | {"PYTHONPATH": str(DEMO.parents[1]), "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(
             [*arguments, *TINY, *own],

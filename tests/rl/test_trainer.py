@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import titan_tree.rl.__main__ as command
 from benchmarks.__main__ import main as benchmark
 from benchmarks.rl import CheckedRLTrainer
 from tests.support.cases import exhaustive, slow_except
 from tests.support.hf_families import hf_family
 from tests.support.rl_runs import DEMO, TINY, rows, tiny, with_short_turns
 from titan_tree import register_loss, tree_logprobs
+from titan_tree.cli import main
 from titan_tree.cli.bench.record import read_csv
 from titan_tree.config.toml import dump_config, load_tables
 from titan_tree.data.packing import flat_trees, pack
@@ -183,10 +183,10 @@ def test_metrics_describe_the_rollouts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_command_runs_the_warm_start_and_then_rl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--config", str(DEMO), f"folder={tmp_path}", *TINY, "training.steps=3"]
+    arguments = ["rl", str(DEMO), f"folder={tmp_path}", *TINY, "training.steps=3"]
     arguments += ["warm_start.steps=6", "warm_start.interval=2", "warm_start.reward=0", "warm_start.tasks=2"]
     arguments += ["warm_start.measured_tasks=3", "metrics.loggers=[csv,console]"]
-    assert command.main(arguments) == 0
+    assert main(arguments) == 0
     assert [row["step"] for row in rows(tmp_path / "warm_start")] == ["1", "2"]  # the reward was high enough
     assert rows(tmp_path / "warm_start")[1]["validation_reward"] == "0.0"
     assert [row["step"] for row in rows(tmp_path)] == ["1", "2", "3"]
@@ -194,10 +194,10 @@ def test_command_runs_the_warm_start_and_then_rl(tmp_path: Path, capsys: pytest.
     assert "warm start: ends early, once 3 sampled rollouts have a mean reward of 0\n" in out
     assert re.search(r"step 3/3  loss .*reward 0\.000", out)
     first = rows(tmp_path)
-    assert command.main(arguments) == 0  # nothing is left to do
+    assert main(arguments) == 0  # nothing is left to do
     assert "nothing left to train" in capsys.readouterr().out
     assert rows(tmp_path) == first
-    assert command.main([*arguments, "warm_start.lr=0.5"]) == 2
+    assert main([*arguments, "warm_start.lr=0.5"]) == 2
     assert (
         "warm_start: its warm start had other settings: warm_start.lr: 0.003 -> 0.5"
         in capsys.readouterr().err

@@ -4,14 +4,14 @@ import csv
 import math
 from pathlib import Path
 
-import titan_tree.train
+from titan_tree.cli import main
 
 CONFIG = Path(__file__).parents[2] / "train_configs" / "demo.toml"
 
 
 def test_the_demo_trains_and_saves_a_checkpoint(tmp_path: Path) -> None:
     overrides = ["training.steps=4", "checkpoint.interval=4", "lr_scheduler.warmup_steps=1"]
-    assert titan_tree.train.main(["--config", str(CONFIG), f"folder={tmp_path}", *overrides]) == 0
+    assert main(["train", str(CONFIG), f"folder={tmp_path}", *overrides]) == 0
     with (tmp_path / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     losses = [float(row["loss"]) for row in rows]

@@ -127,7 +127,7 @@ def test_ctrl_c_ends_a_command_from_its_import_on(tmp_path: Path) -> None:
     source = (ROOT / "titan_tree" / "__init__.py").read_text()
     (package / "__init__.py").write_text(source.replace("__version__ =", f"{report}\n__version__ =", 1))
     for command, expected in (
-        (["-m", "titan_tree.train"], "SIG_DFL"),
+        (["-m", "titan_tree", "train"], "SIG_DFL"),
         (["-mtitan_tree"], "SIG_DFL"),
         (["-c", "import titan_tree"], "default_int_handler"),
     ):

@@ -1,6 +1,7 @@
 """Counts what a person meets who reads the code: sizes, arrows between rooms, and what acts in a dense step.
 
-    python -m tests.support.house      # prints all counts
+    python -m tests.support.house              # prints all counts
+    python -m tests.support.house --trace      # prints what acts in a dense step, as JSON
 
 A *room* is a folder or a file directly in titan_tree/. An *arrow* is an import from one room into another.
 """
@@ -8,7 +9,9 @@ A *room* is a folder or a file directly in titan_tree/. An *arrow* is an import 
 from __future__ import annotations
 
 import ast
+import json
 import re
+import subprocess
 import sys
 import tempfile
 import threading
@@ -118,7 +121,7 @@ def num_classes(files: set[Path]) -> int:
 def acting() -> dict[str, set[str]]:
     """Runs two dense steps, and returns the classes whose methods run in them, by file.
 
-    Call it in a process of its own: what has been imported, cached and registered changes what runs.
+    It needs a process of its own: what has been imported, cached and registered changes what runs.
     """
     ran: dict[str, set[str]] = defaultdict(set)
     is_training = False
@@ -152,12 +155,21 @@ def acting() -> dict[str, set[str]]:
     }
 
 
+@cache
+def traced_step() -> dict[str, list[str]]:
+    """Returns what ``acting`` returns, from a process of its own."""
+    command = [sys.executable, "-m", "tests.support.house", "--trace"]
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    traced: dict[str, list[str]] = json.loads(run.stdout.splitlines()[-1])
+    return traced
+
+
 def counts() -> dict[str, int]:
-    """Returns all counts but those of ``acting``, by name."""
+    """Returns all counts, by name."""
     files = set(sources())
     core = {file for file in files if room(file) not in APPLICATIONS}
     from_trainer = reached(TRAINER)
-    anys = (text for text in sources().values())
     pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")]
     tests = sorted((REPOSITORY / "tests").rglob("*.py"))
     return {
@@ -173,18 +185,21 @@ def counts() -> dict[str, int]:
         "files reached from the trainer": len(from_trainer),
         "lines reached from the trainer": lines(from_trainer),
         "Any": sum(
-            len(re.findall(r"\bAny\b", text)) - bool(re.search(r"import .*\bAny\b", text)) for text in anys
+            len(re.findall(r"\bAny\b", text)) - bool(re.search(r"import .*\bAny\b", text))
+            for text in sources().values()
         ),
         "words of documentation": sum(
             len(page.read_text().split()) for page in pages if "log" not in page.parts
         ),
         "lines of tests": sum(file.read_text().count("\n") for file in tests),
+        "files acting in a dense step": len(traced_step()),
+        "classes acting in a dense step": sum(map(len, traced_step().values())),
     }
 
 
 if __name__ == "__main__":
-    for name, number in counts().items():
-        print(f"{name:<32}{number:>8,}")
-    acts = acting()
-    print(f"{'files acting in a dense step':<32}{len(acts):>8,}")
-    print(f"{'classes acting in a dense step':<32}{sum(map(len, acts.values())):>8,}")
+    if "--trace" in sys.argv:
+        print(json.dumps({file: sorted(classes) for file, classes in acting().items()}))
+    else:
+        for name, number in counts().items():
+            print(f"{name:<32}{number:>8,}")

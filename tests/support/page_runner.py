@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import re
 import shlex
 import sys
@@ -21,7 +22,7 @@ import pytest
 import titan_tree.cli
 from tests.support.isolation import REGISTRIES
 from tests.support.markdown import Block, blocks
-from titan_tree.cli import bench, train
+from titan_tree.cli import bench
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config.toml import load_tables
 from titan_tree.data.sample_reader import SampleReader
@@ -145,20 +146,15 @@ def _check_command(words: list[str]) -> None:
     elif "benchmarks" in arguments:  # of python -m, or of torchrun
         _check_benchmark("benchmarks", *arguments[arguments.index("benchmarks") + 1 :])
     elif program == "titan-tree" and arguments[0] in ("train", "rl"):
-        args = titan_tree.cli.parse(arguments)
-        module = "titan_tree.rl" if arguments[0] == "rl" else train.TRAINERS[args.trainer]
-        train.load(module, args.config, args.overrides)
+        _check_run(arguments)
     elif program == "titan-tree":
         assert titan_tree.cli.main(arguments) == 0, words
-    elif "titan_tree.train" in words:
-        option, config, *overrides = words[words.index("titan_tree.train") + 1 :]
-        assert option == "--config", words
-        load_config(config, overrides)
-    elif tables := {"titan_tree.rl", "titan_tree.lightning"} & set(words):
-        (name,) = tables
-        option, config, *overrides = words[words.index(name) + 1 :]
-        assert option == "--config", words
-        load_tables(RLRunConfig if name == "titan_tree.rl" else LightningRunConfig, config, overrides)
+    elif "titan_tree" in words:
+        module = words[words.index("titan_tree") + 1 :]
+        if module[0] in ("train", "rl"):
+            _check_run(module)
+        else:
+            titan_tree.cli.parse(module)
     elif program.endswith("scripts/train.sh") and arguments:
         load_config(arguments[0], arguments[1:])
     elif program.endswith("scripts/test.sh"):
@@ -173,6 +169,16 @@ def _check_command(words: list[str]) -> None:
 def _check_benchmark(package: str, name: str, *options: str) -> None:
     if not name.startswith("-"):
         bench.parse(import_module(f"{package}.{name}"), name, options)
+
+
+def _check_run(arguments: list[str]) -> None:
+    """Checks the configuration of a run, as its command does before it starts torchrun."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "execv", lambda *_: sys.exit(0))
+        patch.setattr(logging.getLogger("titan_tree"), "handlers", [])
+        with pytest.raises(SystemExit) as end:
+            titan_tree.cli.main([*arguments, "--nproc", "2"])
+    assert end.value.code == 0, arguments
 
 
 def _train(config: str, overrides: list[str]) -> None:

@@ -1,11 +1,14 @@
 """The cost model: costs of models, and what partitioning, balance and plan derive from them."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 from titan_tree import TreePartitioner, build_model
 from titan_tree.models.tree_model import Execution
-from titan_tree.tree.costs import QWEN3_1_7B, ModelCosts, attention_seconds
+from titan_tree.tree.costs import QWEN3_1_7B, ModelCosts
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
@@ -48,8 +51,21 @@ def test_auto_repeats_tokens_in_a_small_model_that_it_does_not_repeat_in_a_large
     assert TreePartitioner("auto", 3100).plan(tree).reason == plans["1.7B"].reason
 
 
-def test_attention_rates_are_interpolated() -> None:
-    assert attention_seconds(1e12, 16_384, 1) == pytest.approx(1 / 635 + 2.5 / 564)
-    assert attention_seconds(1e12, 10**6, 2) == pytest.approx(2 / 635 + 2.5 / 564)
-    middle = (440 * 2740) ** 0.5
-    assert attention_seconds(1e12, middle, 1) == pytest.approx(2 / (298 + 536) + 2.5 * 2 / (241 + 452))
+@pytest.mark.slow
+def test_the_table_of_tokens_in_a_step_follows_from_parameters_and_rates() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+    rows = re.findall(r"^\| Qwen(3|3\.5)-(\S+) \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|$", page, re.MULTILINE)
+    assert [f"{family}-{flavor}" for family, flavor, *_ in rows] == [
+        "3-0.6B", "3-1.7B", "3-8B", "3-30B-A3B", "3.5-2B"
+    ]  # fmt: skip
+    for family, flavor, *shown in rows:
+        name = {"3.5": "qwen3_5", "3": "qwen3_moe" if "A3B" in flavor else "qwen3"}[family]
+        with torch.device("meta"):
+            model = build_model(name, flavor)
+        costs, parameters = model.costs(), sum(p.numel() for p in model.parameters())
+        token = costs.flops_per_token / (330e12 if "A3B" in flavor else 560e12)
+        token += costs.flops_per_edge / 560e12
+        tokens = [0.97 / 0.03 * size * parameters / 4e12 / token for size in (32, 20)]
+        operations = costs.flops_per_token + costs.flops_per_edge
+        expected = [f"{parameters / 1e9:.1f}", f"{operations / 1e9:.1f}"]
+        assert shown == expected + [f"{round(n / 1000)},000" for n in tokens], flavor

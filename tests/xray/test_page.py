@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 import shutil
 from collections.abc import Iterator
@@ -12,10 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.xray.payloads import payload, tree_payload
-from titan_tree.data.advantages import ONCE
+from tests.xray.payloads import GROUPS, payload, tree_payload
 from titan_tree.data.turns import ADVANTAGES, Turns
-from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 from titan_tree.xray.page.render import write_page
 from titan_tree.xray.rendering import KINDS
@@ -27,48 +24,6 @@ if CHROMIUM is None:
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("chromium")]
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
-Group = tuple[list[TokenPath], list[float], list[int]]
-
-# Every estimator with its defaults, and with every option changed.
-CHOICES: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in ("group", "mean", "loo", "gigpo", "tree_rl", "tree_grpo", "spo", "tree_po")),
-    *((name, {"once": True}) for name in ("group", "mean", "loo", "tree_rl", "tree_grpo")),
-    ("gigpo", {"omega": 0.5, "gamma": 0.8, "std": False, "once": True}),
-    ("spo", {"std": True, "once": False}),
-    ("tree_po", {"weighted": False, "once": True}),
-]
-
-
-def random_group(seed: int) -> Group:
-    """Returns paths that branch within and between turns, rewards per rollout, and each path's rollout."""
-    rng = random.Random(seed)
-    paths: list[TokenPath] = []
-    owners: list[int] = []
-    rewards: list[float] = []
-    for rollout in range(rng.randint(1, 9)):
-        tokens, mask = [1, 2], [0, 0]
-        per_turn = rng.random() < 0.4
-        for _ in range(rng.randint(0, 4)):
-            answer = [rng.randint(3, 4) for _ in range(rng.randint(1, 3))]
-            tokens, mask = tokens + answer, mask + [1] * len(answer)
-            if per_turn:
-                paths.append(TokenPath(tokens, loss_mask=mask, weight=rng.choice([1.0, 0.5])))
-                owners.append(rollout)
-                mask = [0] * len(mask)
-                if rng.random() < 0.3:  # the rest of the rollout continues without this answer
-                    tokens, mask = tokens[: -len(answer)], mask[: -len(answer)]
-            reply = [rng.randint(7, 8) for _ in range(rng.randint(0, 2))]
-            tokens, mask = tokens + reply, mask + [0] * len(reply)
-        if not owners or owners[-1] != rollout:
-            paths.append(TokenPath(tokens, loss_mask=mask))
-            owners.append(rollout)
-        rewards.append(rng.choice([0.0, 1.0, rng.uniform(-2, 2)]))
-    return paths, rewards, owners
-
-
-TWO_ANSWERS = [TokenPath([1, 2, answer], loss_mask=[0, 0, 1]) for answer in (3, 4, 3, 4, 3)]
-GROUPS = [random_group(seed) for seed in range(40)]
-GROUPS.append((TWO_ANSWERS, [1.0, 0.0, 0.8], [0, 0, 1, 1, 2]))  # two rollouts share two turns from one state
 
 
 def star(leaves: int, replies: int) -> dict[str, Any]:
@@ -191,45 +146,12 @@ def pixels(page: Any) -> list[str]:
     )
 
 
-def test_the_page_has_every_estimator_with_its_options_and_their_defaults(page: Any) -> None:
-    found = page.evaluate(
-        "Object.fromEntries(Object.keys(xray.ESTIMATORS).map((name) => [name, xray.defaults(name)]))"
-    )
-    assert list(found) == list(ADVANTAGES)
-    for name, options in found.items():
-        expected = list(inspect.signature(ADVANTAGES[name]).parameters.values())[1:]
-        assert options == {option.name: option.default for option in expected} | {"once": name in ONCE}
-    assert {name for name, _ in CHOICES} == set(ADVANTAGES)
-
-
-def test_advantages_equal_those_of_the_trainer(page: Any) -> None:
-    """Every estimator and option, on random trees with rollouts of several paths, to 1e-9."""
-    found = page.evaluate(
-        """choices => xray.payload.trees.map((data) => {
-            const tree = new xray.Tree(data);
-            return choices.map(([name, options]) => xray.advantages(tree, name, options));
-        })""",
-        CHOICES,
-    )
-    compared = 0
-    for (paths, rewards, owners), results in zip(GROUPS, found, strict=True):
-        for (name, options), result in zip(CHOICES, results, strict=True):
-            turns = Turns(paths, rewards, owners)
-            once = options.get("once", name in ONCE)
-            arrays = ADVANTAGES[name](turns, **{k: v for k, v in options.items() if k != "once"})
-            counts = turns.counts() if once else [np.ones(len(path)) for path in paths]
-            expected = [float((arrays[turn.path] / counts[turn.path])[turn.start]) for turn in turns.turns]
-            assert result == pytest.approx(expected, rel=1e-9, abs=1e-9), (name, options)
-            compared += len(expected)
-    assert compared > 5000
-
-
 def test_credit_is_the_sum_over_samples_and_their_trained_tokens(page: Any) -> None:
     """Net weight, agreement and what follows a segment, against sums per token of the tree."""
     found = page.evaluate(
         """() => xray.payload.trees.map((data) => {
             const tree = new xray.Tree(data);
-            const credit = tree.credit(xray.advantages(tree, "tree_rl", {}));
+            const credit = tree.credit(tree.advantages("tree_rl"));
             const known = (values) => Array.from(values, (x) => isNaN(x) ? null : x);
             return Object.fromEntries(Object.entries(credit).map(([key, x]) => [key, known(x)]));
         })"""

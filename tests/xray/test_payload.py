@@ -20,9 +20,12 @@ from tests.support.sessions import (
     tool_result,
     tool_use,
 )
+from tests.xray.payloads import GROUPS, tree_payload
 from titan_tree.cli import main
 from titan_tree.components.tree_tokenizer import TreeTokenizer
+from titan_tree.data.advantages import advantages
 from titan_tree.data.readers import read_records
+from titan_tree.data.turns import ADVANTAGES, Turns
 from titan_tree.xray import rendering
 from titan_tree.xray.payload import Xray
 from titan_tree.xray.rendering import KINDS, Renderer
@@ -334,6 +337,27 @@ def test_ten_megabytes_of_sessions_take_six_seconds(tmp_path):
     start = time.process_time()
     payload_of(*files)
     assert time.process_time() - start < 6
+
+
+def test_advantages_are_those_of_training():
+    """Every estimator, on random trees with rollouts of several paths."""
+    compared = 0
+    for paths, rewards, owners in GROUPS:
+        found = tree_payload("group", paths, rewards, owners)["advantages"]
+        assert list(found) == list(ADVANTAGES)
+        for name, values in found.items():
+            arrays = advantages(name, paths, rewards, owners)
+            turns = Turns(paths, rewards, owners).turns
+            assert values == pytest.approx([arrays[turn.path][turn.start] for turn in turns], rel=1e-6), name
+            compared += len(values)
+    assert compared > 2000
+
+
+def test_a_tree_with_a_sample_without_a_reward_has_no_advantages():
+    paths, rewards, owners = GROUPS[0]
+    assert len(rewards) > 1
+    for unknown in (None, 1e31):
+        assert tree_payload("group", paths, [*rewards[:-1], unknown], owners)["advantages"] == {}
 
 
 def test_a_group_that_would_fill_the_memory_is_left_out(sessions, monkeypatch):

@@ -11,12 +11,15 @@ import argparse
 import io
 import os
 import sys
+import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from importlib import import_module
 from typing import NoReturn
 
-from titan_tree.errors import UserError, printable, unknown_name
-from titan_tree.signals import keyboard_interrupts
+from titan_tree.cli.run_process import exit_process, rank
+from titan_tree.errors import AgreedError, UserError, printable, unknown_name
+from titan_tree.signals import Interrupted, keyboard_interrupts
 
 COMMANDS = {  # name -> summary; a command's module is imported only when it runs
     "train": "train a model on data files",
@@ -28,11 +31,12 @@ COMMANDS = {  # name -> summary; a command's module is imported only when it run
     "score": "write the log-probs of a model for the samples of data files",
     "export": "write the weights of a run as a Hugging Face snapshot, or LoRA as an adapter",
     "chat": "talk to the model of a run, a checkpoint or an export",
-    "plan": "estimate the memory and the time of a run before it starts",
+    "plan": "estimate the memory of a run before it starts",
     "bench": "train a configuration on trees and on rows, and compare losses and speed",
     "certify": "compare a training step on trees with every path alone, through transformers",
-    "doctor": "check the installation, the machine and a configuration, and say how to fix problems",
+    "doctor": "check the installation, the machine and the numerics, and say how to fix problems",
 }
+RUNS = ("train", "rl")  # commands that handle signals themselves
 EXAMPLES = """examples:
   titan-tree train train_configs/demo.toml training.steps=20
   titan-tree rl train_configs/rl_demo.toml
@@ -46,7 +50,7 @@ EXAMPLES = """examples:
   titan-tree plan train_configs/qwen3_8b.toml --gpus 8
   titan-tree bench real train_configs/demo.toml --steps 6
   titan-tree certify train_configs/demo.toml
-  titan-tree doctor --config train_configs/demo.toml"""
+  titan-tree doctor --json"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,41 +70,61 @@ class Help(argparse.RawDescriptionHelpFormatter):
         return f"{action.help} (default: %(default)s)" if has_default and not says else action.help
 
 
+def program() -> None:
+    """Runs the command that ``sys.argv`` names, and ends the process with its exit status."""
+    exit_process(main)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns the exit status: the command's or 0, 2 for wrong input, 130 after Ctrl-C.
 
     docs/signals.md lists them.
     """
     args = parse(sys.argv[1:] if argv is None else argv)
-    return call("titan-tree", lambda: args.run(args))
+    command = partial(args.run, args)
+    return call("titan-tree", command if args.words[0] in RUNS else partial(read_and_print, command))
 
 
-def call(program: str, command: Callable[[], int | None]) -> int:
+def call(program: str, run: Callable[[], int | None]) -> int:
     """Calls a command of ``program``, which errors name, and returns the exit status, see ``main``."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # escape what the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        status = run()
+    except Interrupted as interrupted:
+        return int(interrupted.code or 0)
+    except UserError as error:
+        if rank() > 0:
+            time.sleep(2)  # rank 0 probably reports the same error, and torchrun then ends this process
+        if rank() == 0 or not isinstance(error, AgreedError):
+            print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return status or 0
+
+
+def read_and_print(command: Callable[[], int | None]) -> int | None:
+    """Calls a command that reads files and prints, and returns its exit status."""
+    try:
         with keyboard_interrupts():
             status = command()
             sys.stdout.flush()
-    except UserError as error:
-        print(f"{program}: error: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at exit
         return 1
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"{program}: error: {printable(error.filename)}: {error.strerror}", file=sys.stderr)
-        return 2
+        raise UserError(f"{printable(error.filename)}: {error.strerror}") from None
     except KeyboardInterrupt:
         return 130
-    return status or 0
+    return status
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Returns the arguments of a command; ``run`` is its function. Wrong ones and --help raise SystemExit."""
+    """Returns the arguments of a command; ``run`` is its function, and ``words`` are those of ``argv``.
+
+    Wrong arguments and --help raise SystemExit.
+    """
     command = argv[0] if argv else None
     parser = _parser([command])
     if command is None:
@@ -109,6 +133,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if command not in COMMANDS and not command.startswith("-"):
         parser.error(str(unknown_name("command", command, COMMANDS)))
     args, rest = parser.parse_known_args(argv)
+    args.words = argv
     if hasattr(args, "overrides"):  # key=value, of which argparse takes no more after an option
         wrong = [text for text in rest if text.startswith("-") and "." not in text.partition("=")[0]]
         args.overrides += [text for text in rest if text not in wrong]

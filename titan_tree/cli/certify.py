@@ -11,10 +11,8 @@ against the noise of rounding. The exit status is 0 if all checks pass, 1 if one
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 
-from titan_tree.cli.train import add_run_arguments
+from titan_tree.cli.run_process import add_run_arguments, rank, start_torchrun
 from titan_tree.errors import UserError
 
 MAX_TOKENS = 4096
@@ -46,22 +44,12 @@ def run(args: argparse.Namespace) -> int:
     for file, marker in ((args.json, report.JSON_MARKER), (args.page, report.PAGE_MARKER)):
         if file:
             check_output(file, marker, read, args.force)
-    if args.nproc > 1:
-        os.execv(sys.executable, command(args))
+    start_torchrun(args)
     certificate = certify(config, args.tokens)
-    if int(os.environ.get("RANK", 0)) == 0:
+    if rank() == 0:
         print(report.text(certificate))
         if args.json:
             report.write_json(certificate, args.json, read, args.force)
         if args.page:
             report.write_page(certificate, args.page, read, args.force)
     return int(not certificate.passed)
-
-
-def command(args: argparse.Namespace) -> list[str]:
-    """Returns the command that runs the same in several processes, which torchrun starts."""
-    torchrun = "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.nproc)
-    files = [f"--{name}={file}" for name in ("json", "page") if (file := getattr(args, name))]
-    files += ["--force"] * args.force
-    program = "titan_tree.cli", "certify", args.config, *args.overrides, f"--tokens={args.tokens}", *files
-    return [sys.executable, "-m", *torchrun, "-m", *program]

@@ -148,7 +148,7 @@ def advice(out: str, unscored: list[str]) -> str:
         unscored: the data files, if the loss needs log-probs of the model before training that they lack.
     """
     out = shlex.quote(out)
-    plan = f"titan-tree plan {out} estimates its memory and time"
+    plan = f"titan-tree plan {out} estimates its memory"
     if not unscored:
         return f"{plan}, titan-tree train {out} trains"
     return (

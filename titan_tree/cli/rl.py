@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 
-from titan_tree.cli.train import add_run_arguments, start
+from titan_tree.cli.run_process import add_run_arguments, start
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,5 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Replaces this process by the run. Raises UserError for a wrong configuration."""
-    start("titan_tree.rl", args)
+    """Runs ``titan-tree rl``. Raises UserError for wrong input, and Interrupted after a signal."""
+    from titan_tree.rl.settings import RLRunConfig
+
+    config = start(args, RLRunConfig)
+    from titan_tree.rl.run import run  # takes seconds, so check the configuration first
+
+    run(config)

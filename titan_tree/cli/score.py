@@ -2,7 +2,7 @@
 
 titan-tree score rollouts.jsonl scored.jsonl --model /models/Qwen3-1.7B
 titan-tree score rollouts.jsonl scored.jsonl --config run.toml --field ref_logprobs
-torchrun --nproc-per-node 8 -m titan_tree.cli score rollouts.jsonl scored.jsonl --config run.toml
+torchrun --nproc-per-node 8 -m titan_tree score rollouts.jsonl scored.jsonl --config run.toml
 
 Each shared prefix is computed once. --config is the configuration of the training run: model, dtype, data and
 parallelism are then those of training. The same command continues a run that was interrupted.
@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from titan_tree.cli.data_arguments import progress_bar
-from titan_tree.errors import AgreedError, UserError, count, printable
+from titan_tree.cli.run_process import rank
+from titan_tree.errors import UserError, count, printable
 
 if TYPE_CHECKING:
     from titan_tree.scoring.score_files import ScoreTotals
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--experts", action="store_true", help="also write routed_experts, which data.replay uses")
 
 
-def run(args: argparse.Namespace) -> int | None:
+def run(args: argparse.Namespace) -> None:
     """Runs ``titan-tree score``. Raises UserError for wrong input or an existing file."""
     # These import torch, which --help does not need.
     from titan_tree.data.readers import open_binary
@@ -54,27 +54,18 @@ def run(args: argparse.Namespace) -> int | None:
     overrides = [f"data.files={json.dumps(args.files)}", "data.weights=null", *args.set]
     if args.model:
         overrides += [f"model.hf_path={json.dumps(args.model)}", "model.flavor=null"]
-    rank = int(os.environ.get("RANK", 0))
-    try:
-        config = load_config(args.config or os.devnull, overrides)
-        with nullcontext(open_binary) if rank else progress_bar() as open_file:
-            totals = score_files(
-                config,
-                args.out,
-                args.field,
-                entropies=args.entropies,
-                routed_experts=args.experts,
-                open_file=open_file,
-            )
-    except UserError as error:
-        if rank:
-            time.sleep(2)  # rank 0 probably reports the same error, and torchrun then ends this process
-            if isinstance(error, AgreedError):
-                return 2
-        raise
-    if rank == 0:
+    config = load_config(args.config or os.devnull, overrides)
+    with nullcontext(open_binary) if rank() else progress_bar() as open_file:
+        totals = score_files(
+            config,
+            args.out,
+            args.field,
+            entropies=args.entropies,
+            routed_experts=args.experts,
+            open_file=open_file,
+        )
+    if rank() == 0:
         print(describe(args.out, totals))
-    return None
 
 
 def describe(out: str, totals: ScoreTotals) -> str:

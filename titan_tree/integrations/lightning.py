@@ -18,7 +18,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
-from runpy import run_module
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -461,4 +460,6 @@ def _check_backend(num_ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    run_module("titan_tree.lightning", run_name="__main__", alter_sys=True)
+    raise SystemExit(
+        "run `python -m titan_tree train CONFIG.toml --trainer lightning` instead of this module"
+    )

@@ -1,4 +1,4 @@
-"""The command titan_tree.lightning: from the table [lightning] to Lightning's Trainer, and one run of it."""
+"""The run of `titan-tree train --trainer lightning`, with the Trainer that [lightning] describes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run(config: LightningRunConfig) -> None:
         folder = RunFolder(config)
         unused = [key for key in UNUSED if _is_set(config, key)]
         if unused and rank() == 0:
-            logger.warning("keys without effect in titan_tree.lightning: %s", ", ".join(unused))
+            logger.warning("keys without effect with --trainer lightning: %s", ", ".join(unused))
         try:
             trainer.fit(TreeLightningModule(config), TreeDataModule(config))
         except (RuntimeError, L.utilities.exceptions.MisconfigurationException) as error:

@@ -13,5 +13,4 @@ reference_policy.py  the fixed policy with which a loss compares the trained one
 episode_trainer.py   EpisodeTrainer, whose samples come from an environment
 trainer.py           RLTrainer, which trains on its rollouts, and the checks of its settings
 run.py               a whole run: the warm start, then RL
-__main__.py          the command: python -m titan_tree.rl --config FILE.toml [key=value ...]
 """

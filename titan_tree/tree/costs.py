@@ -1,16 +1,14 @@
-"""How long trees take to train: the cost model of "auto" partitioning, balance and ``titan-tree plan``.
+"""How long trees take to train: the cost model of "auto" partitioning and balance.
 
     sizes of trees                x   work of one model   /   rates of a GPU      =   seconds
     tokens, visible pairs, ...        ModelCosts              the tables below        TreeCosts
 
 ``TreeCosts`` is linear in the sizes of trees. It compares trees, ranks and partitions quickly, and balance
-fits it to measured times. ``titan-tree plan`` instead adds up the parts of each forward and backward pass, at
-the rates of single kernels (cli/plan/timing.py).
+fits it to measured times.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -37,37 +35,6 @@ LAUNCH_SECONDS = 4e-3  # in which the host launches the kernels: the least time 
 PARTITION_SECONDS = 15e-3 / 28  # that a partition adds: smaller kernels, weight gradients that are added
 # Bytes of cached keys and values per second. They are gathered twice, and their gradients are added.
 CONTEXT_BANDWIDTH = 164e9
-
-# FLOP/s of single kernels.
-PEAK_FLOPS = 989e12  # dense bf16, as the vendor states it: MFU (model FLOPs utilization) refers to it
-MATRIX_FLOPS = 640e12  # matrix products
-EXPERT_FLOPS = 438e12  # a layer of experts: router, sorting, grouped matrix products
-# (keys that a query sees on average, FLOP/s forward, FLOP/s backward) of attention on the trees in
-# docs/performance.md: bushy, agent-fine, agent, group, agent-long and chain. Shorter paths have more partly
-# visible blocks.
-ATTENTION_FLOPS = (
-    (440, 298e12, 241e12),
-    (2_740, 536e12, 452e12),
-    (5_560, 580e12, 518e12),
-    (7_700, 624e12, 518e12),
-    (13_570, 609e12, 495e12),
-    (16_384, 635e12, 564e12),
-)
-ATTENTION_BACKWARD = 2.5  # operations of the backward pass behind these rates, relative to the forward pass
-ELEMENTWISE_SECONDS = 50e-9  # of norms, RoPE, SwiGLU and residuals, per token and layer
-# The core of a DeltaNet layer and its convolution: 5.1 ms for a chain of 32,768 tokens and 4,096 value dims.
-# Chunks that run one after another take as long with a part of the heads.
-SERIAL_CHUNK_SECONDS = 2.2e-6
-DELTA_NET_SECONDS = (5.1e-3 - 512 * SERIAL_CHUNK_SECONDS) / 32_768 / 4096  # per token and value dim
-VOCABULARY_BYTES = 18  # read and written per logit, besides the matrix products
-# Bytes per parameter that an update moves. It reads the gradient twice, once for the norm, and reads and
-# writes the weight and both moments. 8-bit moments take 0.63 to 0.71 of the time (docs/data/optimizer.csv).
-OPTIMIZER_BYTES = {"adamw": 32, "adamw8bit": 20}
-# Bytes per second and GPU of collectives: within a node as measured, across nodes as usual, not measured.
-NODE_GPUS = 8  # GPUs that NVLink connects
-ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER = 316e9, 305e9, 301e9
-ALL_TO_ALL_SECONDS = 75e-6  # added by each call; 97 GB/s at 16 MiB and 264 at 128 MiB were measured
-NETWORK = 50e9
 
 
 # Distinct tokens; visible pairs, each a token and a token that it sees, itself included; edges that the loss
@@ -195,19 +162,6 @@ QWEN3_1_7B = ModelCosts(
     key_bytes=28 * 2 * 8 * 128 * 2,
     state_bytes=0,
 )
-
-
-def attention_seconds(forward_flops: float, keys: float, forwards: float) -> float:
-    """Returns the time of a forward and backward pass of attention on a tree.
-
-    Args:
-        forward_flops: number of operations of one forward pass.
-        keys: mean number of keys that a query sees.
-        forwards: number of forward passes: 2 if the backward pass recomputes the first one.
-    """
-    names, *columns = zip(*ATTENTION_FLOPS, strict=True)
-    forward, backward = (float(np.interp(math.log(keys), np.log(names), column)) for column in columns)
-    return forward_flops * (forwards / forward + ATTENTION_BACKWARD / backward)
 
 
 def row_bytes(streams: Iterable[str], rows: Iterable[Tensor]) -> dict[str, int]:

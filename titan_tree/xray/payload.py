@@ -3,12 +3,13 @@
     {"version", "name", "tokenizer": its name or "bytes", "sentences": [3 texts], "notes": [texts],
      "totals": {"groups", "samples", "calls", "n_calls", "n_flat", "n_leaf", "n_tree", "points"},
      "kinds": [names], "repeats": [tokens per kind], "reasons": [[reason, branch points, tokens], ...],
-     "skipped": {what: count}, "trees": [...]}
+     "skipped": {what: count}, "estimators": {name: what it computes}, "trees": [...]}
 
 A tree is {"id", "n_calls", "n_flat", "n_leaf", "n_tree"}, columns with one entry per segment (segments.py):
 "parent", "tokens", "paths", "calls", "trained", "kind", "text", "reason", perhaps "logprob", and its
 samples: {"segment", "turns", "rollout", "reward", "advantage", "weight"}. "turns" are the first and the last
-segment of each answer, which estimators of advantages need; "advantage" has one number per answer.
+segment of each answer, and "advantage" has one number for each. If every sample has a reward, the tree has
+"advantages": by estimator, with its default options, one number for each answer of all samples in order.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from titan_tree.data.readers import OpenFile, Record, open_binary
 from titan_tree.data.turns import runs
 from titan_tree.errors import UserError, count
 from titan_tree.tree.token_tree import TokenTree
+from titan_tree.xray.credit import answer_advantages, estimators
 from titan_tree.xray.rendering import KINDS, KindFinder, RenderedPath, Renderer
 from titan_tree.xray.runs import Curves
 from titan_tree.xray.segments import Segments, find_reasons, find_segments, logprobs, texts
@@ -139,6 +141,7 @@ class Xray:
             "repeats": repeats,
             "reasons": reasons,
             "skipped": dict(self._skipped),
+            "estimators": estimators(),
             "trees": self._trees,
             **({} if self._curves is None else {"run": {"curves": self._curves, "samples": self._shown}}),
         }
@@ -176,6 +179,7 @@ class Xray:
         self._totals.update(sizes | counts)
         self._repeats += segments.repeated()
         scored = logprobs(tree, segments)
+        samples = list(_samples(segments, rendered))
         if self._curves is not None and self._has_text:
             self._show(rendered)
         self._trees.append(
@@ -194,7 +198,8 @@ class Xray:
                     for i in range(len(segments.first))
                 ],
                 **({} if scored is None else {"logprob": scored[0], "loss": scored[1]}),
-                "samples": list(_samples(segments, rendered)),
+                "samples": samples,
+                "advantages": answer_advantages(segments, samples),
                 "partitions": {str(size): _partitions(tree, segments, size) for size in self._max_tokens},
             }
         )

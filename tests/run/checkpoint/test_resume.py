@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-import titan_tree.train
 from tests.support.processes import run_ranks
 from tests.support.tiny_run import read_metrics, tiny_config, train, write_config, write_groups
+from titan_tree.cli import main
 from titan_tree.components.tree_loss.settings import LossConfig
 from titan_tree.errors import UserError
 from titan_tree.run.checkpoint import Checkpoints
@@ -41,7 +41,7 @@ def kill_after_step_10(rank: int, ports: list[int], arguments: list[str]) -> Non
             os.kill(os.getpid(), signal.SIGKILL)
 
     Trainer.train_step = step_or_die  # type: ignore[method-assign]
-    titan_tree.train.main(arguments)
+    main(arguments)
 
 
 def resume_after_step_7(rank: int, ports: list[int], arguments: list[str]) -> None:
@@ -54,7 +54,7 @@ def resume_after_step_7(rank: int, ports: list[int], arguments: list[str]) -> No
         steps.append(trainer.progress.step)
 
     Trainer.train_step = record_step  # type: ignore[method-assign]
-    titan_tree.train.main(arguments)
+    main(arguments)
     assert steps == list(range(8, 19))
 
 
@@ -62,7 +62,7 @@ def resume_after_step_7(rank: int, ports: list[int], arguments: list[str]) -> No
 def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     options = ["training.steps=18", "checkpoint.interval=7", "lr_scheduler.warmup_steps=5"]
     (tmp_path / "killed").mkdir()
-    arguments = ["--config", str(write_config(tmp_path / "killed")), *options]
+    arguments = ["train", str(write_config(tmp_path / "killed")), *options]
     with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
         run_ranks(kill_after_step_10, 1, arguments)
     killed = tiny_config(tmp_path / "killed")
@@ -310,10 +310,10 @@ def test_a_checkpoint_without_newer_keys_has_their_defaults() -> None:
 
 
 def test_user_errors_are_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status = titan_tree.train.main(["--config", str(write_config(tmp_path)), "training.stepz=3"])
+    status = main(["train", str(write_config(tmp_path)), "training.stepz=3"])
     assert status == 2
     assert capsys.readouterr().err == (
-        "titan_tree.train: error: argument 'training.stepz=3': unknown key 'training.stepz'; "
+        "titan-tree: error: argument 'training.stepz=3': unknown key 'training.stepz'; "
         "did you mean 'training.steps'?\n"
     )
 

@@ -82,7 +82,7 @@ def train(layout: str, args: argparse.Namespace, *overrides: str) -> Metrics:
     command = [
         sys.executable,
         *(launcher if args.nproc_per_node > 1 else []),
-        *("-m", "titan_tree.train", "--config", str(args.config)),
+        *("-m", "titan_tree", "train", str(args.config)),
         *args.overrides,
         *overrides,
         f"data.layout={layout}",

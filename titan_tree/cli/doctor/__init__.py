@@ -1,40 +1,33 @@
-"""Checks the installation, the machine and a configuration, and says how to fix each problem.
+"""Checks the installation, the machine and the numerics, and says how to fix each problem.
 
-titan-tree doctor                                      the installation and this machine
-titan-tree doctor --config FILE.toml [key=value ...]   also whether a run with this configuration could start
-titan-tree doctor --json                               the same findings, for programs
+titan-tree doctor          versions, GPUs, and tiny models that train on a tree and path by path
+titan-tree doctor --json   the same findings, for programs
 
-The exit status is 0 without problems, 1 with problems, and 2 for wrong usage. Doctor writes nothing into the
-run's folder and needs no network. It does not import your own script, so it knows only built-in components.
+The exit status is 0 without problems, 1 with problems, and 2 for wrong usage. Doctor writes nothing and needs
+no network. What a run checks itself when it starts, such as its configuration and data, is left to the run.
 """
 
-# A check is a generator of findings. machine.py checks versions, the host and its GPUs; numerics.py
-# compares training on a tree with training path by path; configuration.py checks what a run reads before its
-# first step.
+# A check is a generator of findings. machine.py checks versions, shared memory and GPUs; numerics.py compares
+# training on a tree with training path by path.
 
 from __future__ import annotations
 
 import argparse
 import json
 import warnings
-from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from textwrap import fill
-from typing import TypeVar
 
 from titan_tree.errors import UserError, count, printable, warnings_hidden
-from titan_tree.run.config import Config
 
 # Section -> its check. The module is imported when the check runs, so that a missing torch becomes a finding.
 CHECKS = {
     "versions": "machine:versions",
     "machine": "machine:machine",
-    "GPUs": "machine:gpus",
     "backends": "numerics:backends",
     "self-test": "numerics:self_test",
-    "configuration": "configuration:configuration",
 }
 MARKS = {True: "✓", False: "✗", None: "-"}
 
@@ -52,46 +45,28 @@ class Finding:
         self.name, self.value, self.fix = map(printable, (self.name, self.value, self.fix))
 
 
-T = TypeVar("T")
-Checked = Generator[Finding, None, T]  # a check: it yields findings, and returns what later checks need
-
-
 def problem(name: str, value: str, fix: str) -> Finding:
     return Finding(name, value, ok=False, fix=fix)
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What the checks examine, besides the machine and the installation."""
-
-    file: str | None = None  # the configuration's path
-    overrides: Sequence[str] = ()
-    config: Config | None = None  # None: no configuration was given, or it does not load
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command line of ``titan-tree doctor``."""
-    add = parser.add_argument
-    add("--config", metavar="FILE.toml", help="also check whether a run with this configuration could start")
-    add("overrides", nargs="*", default=[], metavar="key=value", help="override a key of the configuration")
-    add("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--config", nargs="+", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs ``titan-tree doctor``. Returns 1 if it found problems, else 0."""
-    if args.overrides and args.config is None:
+    if args.config:
         raise UserError(
-            f"{args.overrides[0]}: expected --config FILE.toml as well; add it, or remove key=value"
+            f"--config: removed; titan-tree train {args.config[0]} checks its configuration before it trains"
         )
     findings: dict[str, list[Finding]] = {}
     with warnings_hidden(), warnings.catch_warnings(action="ignore"):  # findings report what matters
-        subject = _subject(args)
         for section in CHECKS:
-            if section == "configuration" and args.config is None:
-                continue
             if not args.json:
                 print(section, flush=True)
-            findings[section] = list(attempt(section, _check, section, subject))
+            findings[section] = list(attempt(section, _check, section))
             if not args.json:
                 _print(findings[section])
     problems = sum(finding.ok is False for section in findings.values() for finding in section)
@@ -103,38 +78,26 @@ def run(args: argparse.Namespace) -> int:
     return int(problems > 0)
 
 
-def attempt(name: str, check: Callable[..., Checked[T]], *arguments: object) -> Checked[T | None]:
-    """Yields the findings of ``check(*arguments)`` and returns its result.
-
-    If the check raises an error, the error is a problem, and the result None.
-    """
+def attempt(name: str, check: Callable[..., Iterator[Finding]], *arguments: object) -> Iterator[Finding]:
+    """Yields the findings of ``check(*arguments)``. If it raises an error, the error is a problem."""
     try:
-        return (yield from check(*arguments))
+        yield from check(*arguments)
     except UserError as error:  # its message says how to fix it
         yield Finding(name, str(error), ok=False)
+    except ImportError as error:
+        yield problem(name, f"cannot be checked: {_line(error)}", "python -m pip install -e .")
     except Exception as error:
-        line = next(iter(str(error).strip().splitlines()), "no message")[:200]
-        if isinstance(error, ImportError):
-            yield problem(name, f"cannot be checked: {line}", "python -m pip install -e .")
-            return None
         fix = "fix other problems first; if this one remains, report the output of titan-tree doctor --json"
-        yield problem(name, f"failed with {type(error).__name__}: {line}", fix)
-    return None
+        yield problem(name, f"failed with {type(error).__name__}: {_line(error)}", fix)
 
 
-def _subject(args: argparse.Namespace) -> Subject:
-    config = None
-    if args.config is not None:
-        with suppress(Exception):  # the section "configuration" reports it
-            from titan_tree.run.config import load_any
-
-            config = load_any(args.config, args.overrides)
-    return Subject(args.config, args.overrides, config)
+def _line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "no message")[:200]
 
 
-def _check(section: str, subject: Subject) -> Checked[None]:
+def _check(section: str) -> Iterator[Finding]:
     module, _, function = CHECKS[section].partition(":")
-    yield from getattr(import_module(f"{__name__}.{module}"), function)(subject)
+    yield from getattr(import_module(f"{__name__}.{module}"), function)()
 
 
 def _print(findings: list[Finding]) -> None:

@@ -1,10 +1,9 @@
-"""Checks the versions of packages, the host's memory, limits and compiler, and the GPUs."""
+"""Checks the versions of packages, shared memory and the GPUs."""
 
 from __future__ import annotations
 
 import os
 import platform
-import resource
 import shutil
 import tomllib
 from collections.abc import Iterator
@@ -12,31 +11,25 @@ from importlib import import_module, metadata
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from titan_tree.cli.doctor import Finding, Subject, problem
+from titan_tree.cli.doctor import Finding, problem
 
 PACKAGE = Path(__file__).parents[2]
 PYPROJECT = PACKAGE.parent / "pyproject.toml"  # exists in a checkout
 EXTRAS = (  # those of users; others are for tests
     *("data", "torchao", "flash", "lightning", "transformers", "trl", "wandb", "mlflow"),
 )
-MIB, GIB, TIB = 2**20, 2**30, 2**40
-UNITS = {MIB: "MiB", GIB: "GiB", TIB: "TiB"}
-MIN_MEMORY = 2 * GIB  # available host memory
-MIN_DISK = GIB
-MIN_SHARED = 32 * MIB  # free space of /dev/shm
-MIN_SHARED_NCCL = GIB  # with several GPUs; NCCL's documentation advises this size
-MIN_OPEN_FILES = 1024
+GIB = 2**30
+MIN_SHARED_NCCL = GIB  # free space of /dev/shm with several GPUs; NCCL's documentation advises this size
 MIN_CAPABILITY = (8, 0)  # bfloat16
 MAX_USED = 0.1  # share of a GPU's memory that other programs may use,
 ALLOWED = 2 * GIB  # or this much, for the desktop of a small GPU
 
 
-def versions(subject: Subject) -> Iterator[Finding]:
+def versions() -> Iterator[Finding]:
     """Compares the versions of Python and of all packages with the ranges in pyproject.toml."""
     python, requirements = _requirements()
     yield _compare("python", platform.python_version(), python, "install a supported Python")
@@ -91,78 +84,19 @@ def _compare(name: str, version: str | None, supported: SpecifierSet, fix: str) 
     return Finding(name, version) if ok else problem(name, f"{version}; expected {supported}", fix)
 
 
-def machine(subject: Subject) -> Iterator[Finding]:
-    """Checks the host's cores, memory, limits, compiler, and the disk that a run writes to."""
-    num_gpus = torch.cuda.device_count()
-    cores = len(os.sched_getaffinity(0))
-    if cores < 2 * num_gpus:
-        yield problem(
-            "cores",
-            f"{cores} for {num_gpus} GPUs; each needs one for training and one for its data",
-            "give the job more cores, or ingest the data into a token store: titan-tree ingest --help",
-        )
-    else:
-        yield Finding("cores", str(cores))
-    fix = "stop other programs, or give the job more memory"
-    yield _space("memory", *_memory(), MIN_MEMORY, fix)
-    fix = "docker run --shm-size=8g, or: mount -o remount,size=8g /dev/shm"
-    if Path("/dev/shm").is_dir():
-        usage = shutil.disk_usage("/dev/shm")
-        needed = MIN_SHARED_NCCL if num_gpus > 1 else MIN_SHARED
-        yield _space("/dev/shm", usage.free, usage.total, needed, fix)
-    else:
-        yield problem("/dev/shm", "missing; worker processes and NCCL need it", fix)
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= limit < MIN_OPEN_FILES:
-        fix = f"ulimit -n {MIN_OPEN_FILES}"
-        yield problem("open files", f"at most {limit}; expected {MIN_OPEN_FILES}", fix)
-    yield _compiler(num_gpus > 0 or (subject.config is not None and subject.config.training.compile))
-    folder = existing(Path(subject.config.folder if subject.config else "."))
-    usage = shutil.disk_usage(folder)
-    fix = f"free some space in {folder}, or set folder to a path on another disk"
-    yield _space("disk", usage.free, usage.total, MIN_DISK, fix)
-
-
-def _space(name: str, free: float, total: float, needed: float, fix: str) -> Finding:
-    text = f"{size_text(free)} free of {size_text(total)}"
-    return Finding(name, text) if free >= needed else problem(name, text, fix)
-
-
-def _memory() -> tuple[int, int]:
-    """Returns the available and the total bytes of the host's memory, or those of the container."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    available, total = (1024 * int(fields[name].split()[0]) for name in ("MemAvailable", "MemTotal"))
-    limit_file, used_file = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
-    if limit_file.is_file() and (limit := limit_file.read_text().strip()) != "max":
-        free = int(limit) - int(used_file.read_text())
-        if free < available:
-            return free, int(limit)
-    return available, total
-
-
-def _compiler(is_needed: bool) -> Finding:
-    """Looks for a C compiler. Triton compiles kernel launchers with it, and torch.compile code for CPUs."""
-    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang", "cc"]
-    path = next(filter(None, map(shutil.which, names)), None)
-    if path:
-        return Finding("C compiler", path)
-    text = f"none of {', '.join(names)} is on PATH"
-    if not is_needed:
-        return Finding("C compiler", f"{text}; only GPUs and training.compile need one", ok=None)
-    return problem("C compiler", text, "apt-get install gcc g++, or set CC to the path of a C compiler")
-
-
-def gpus(subject: Subject) -> Iterator[Finding]:
-    """Checks each GPU and NCCL."""
+def machine() -> Iterator[Finding]:
+    """Checks each GPU, and the shared memory through which several of them exchange tensors."""
     if not torch.cuda.is_available():
         yield _no_gpu()
         return
-    for index in range(torch.cuda.device_count()):
+    num_gpus = torch.cuda.device_count()
+    for index in range(num_gpus):
         yield _gpu(index)
-    if dist.is_nccl_available():
-        yield Finding("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
-    else:
-        yield problem("NCCL", "this torch is built without NCCL", "install torch from https://pytorch.org")
+    if num_gpus > 1:
+        free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
+        text = f"{free / GIB:.1f} GiB free"
+        fix = "docker run --shm-size=8g, or: mount -o remount,size=8g /dev/shm"
+        yield Finding("/dev/shm", text) if free >= MIN_SHARED_NCCL else problem("/dev/shm", text, fix)
 
 
 def _no_gpu() -> Finding:
@@ -182,7 +116,7 @@ def _gpu(index: int) -> Finding:
     properties = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
     capability = (properties.major, properties.minor)
-    name, memory = f"GPU {index}", f"{size_text(free)} free of {size_text(total)}"
+    name, memory = f"GPU {index}", f"{free / GIB:.1f} GiB free of {total / GIB:.1f} GiB"
     text = f"{properties.name}, compute capability {properties.major}.{properties.minor}, {memory}"
     if capability < MIN_CAPABILITY:
         return problem(name, f"{text}; bfloat16 needs 8.0", "training.dtype=float32, or another GPU")
@@ -190,14 +124,3 @@ def _gpu(index: int) -> Finding:
         fix = "stop the other programs that nvidia-smi lists, or choose GPUs with CUDA_VISIBLE_DEVICES"
         return problem(name, text, fix)
     return Finding(name, text)
-
-
-def existing(folder: Path) -> Path:
-    """Returns ``folder``, or the nearest path above it that exists."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-
-
-def size_text(num_bytes: float) -> str:
-    """Returns the size with a unit, such as "5.3 MiB"."""
-    unit = next((unit for unit in (TIB, GIB) if num_bytes >= unit), MIB)
-    return f"{num_bytes / unit:,.1f} {UNITS[unit]}"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_tree.cli.doctor import Checked, Finding, Subject, attempt, problem
+from titan_tree.cli.doctor import Finding, attempt, problem
 from titan_tree.components.backends import ATTENTION_BACKENDS, AUTO, RECURRENCE_BACKENDS
 from titan_tree.components.tree_attention import Scoring
 from titan_tree.components.tree_loss.loss import TreeLoss
@@ -40,7 +40,7 @@ MAX_NOISE_RATIO = 3  # largest error, in multiples of the error of training path
 Gradients = dict[str, Tensor]
 
 
-def backends(subject: Subject) -> Iterator[Finding]:
+def backends() -> Iterator[Finding]:
     """Shows which backends "auto" chooses on this device, and why it skips others."""
     device, dtype = training_device()
     x = torch.empty(1, 1, HEAD_DIM, device=device, dtype=dtype)
@@ -58,7 +58,7 @@ def backends(subject: Subject) -> Iterator[Finding]:
             yield Finding(f"{component}/{backend}", text, ok=True if backend == chosen else None)
 
 
-def self_test(subject: Subject) -> Iterator[Finding]:
+def self_test() -> Iterator[Finding]:
     """Compares a step of tiny random models on a tree with the same step path by path on the CPU."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for sizes this small, many threads only wait for each other
@@ -67,7 +67,7 @@ def self_test(subject: Subject) -> Iterator[Finding]:
     torch.set_num_threads(threads)
 
 
-def _test(family: str, device: torch.device, dtype: torch.dtype) -> Checked[None]:
+def _test(family: str, device: torch.device, dtype: torch.dtype) -> Iterator[Finding]:
     loss_error, error, noise = errors(family, device, dtype)
     limit = MAX_NOISE_RATIO * noise
     name = f"{str(dtype).removeprefix('torch.')} on {device.type}"

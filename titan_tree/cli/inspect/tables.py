@@ -104,15 +104,15 @@ def _show(args: argparse.Namespace, config: DataConfig, costs: ModelCosts | None
     elif args.report is not None:
         _print_report(console, args, _trees(args, reader), tokenizer)
     elif args.json:
-        sizes = [Sizes.of(name, tree, costs) for name, tree in _trees(args, reader)]
+        sizes = [TreeSizes.of(name, tree, costs) for name, tree in _trees(args, reader)]
         trees = [{"id": tree.name, **tree.as_json()} for tree in sizes]
         unfinished = {name.replace(" ", "_"): reader.endings[name] for name in UNFINISHED}
-        print(json.dumps({"trees": trees, "all": Sizes.total(sizes).as_json(), "answers": unfinished}))
+        print(json.dumps({"trees": trees, "all": TreeSizes.total(sizes).as_json(), "answers": unfinished}))
         return
     else:
         ungrouped, boilerplate = UngroupedLines(), TrainedBoilerplate(tokenizer)
         named = _trees(args, reader, ungrouped)
-        sizes = [Sizes.of(name, boilerplate.counted(tree), costs) for name, tree in named]
+        sizes = [TreeSizes.of(name, boilerplate.counted(tree), costs) for name, tree in named]
         _print_table(console, sizes, args.limit)
         boilerplate.print(console)
         if any(reader.endings[name] for name in UNFINISHED):
@@ -135,7 +135,7 @@ def _show(args: argparse.Namespace, config: DataConfig, costs: ModelCosts | None
 
 
 @dataclass(frozen=True)
-class Sizes:
+class TreeSizes:
     """The sizes of a tree, or of all trees together.
 
     Attributes:
@@ -151,7 +151,7 @@ class Sizes:
     tree_flops: int = 0
 
     @classmethod
-    def of(cls, name: str, tree: TokenTree, costs: ModelCosts | None) -> Sizes:
+    def of(cls, name: str, tree: TokenTree, costs: ModelCosts | None) -> TreeSizes:
         """Returns the sizes of a tree, and its operations in the model that has these costs."""
         if costs is None:
             return cls(name, tree.stats)
@@ -160,7 +160,7 @@ class Sizes:
         return cls(name, tree.stats, *flops)
 
     @classmethod
-    def total(cls, sizes: Sequence[Sizes]) -> Sizes:
+    def total(cls, sizes: Sequence[TreeSizes]) -> TreeSizes:
         """Returns the sizes of all trees."""
         return cls(
             f"all {len(sizes):,}",
@@ -333,7 +333,7 @@ def _similar(name: str, names: Sequence[str]) -> str:
     return f"the first ones are {', '.join(names[:3])}"
 
 
-def _print_table(console: Console, sizes: list[Sizes], limit: int) -> None:
+def _print_table(console: Console, sizes: list[TreeSizes], limit: int) -> None:
     unlimited = console.options.update(width=10_000)
     for number in range(len(HIDDEN_FIRST) + 1):
         hidden = HIDDEN_FIRST[:number]
@@ -341,7 +341,7 @@ def _print_table(console: Console, sizes: list[Sizes], limit: int) -> None:
         if console.measure(table, options=unlimited).maximum <= console.width:
             break
     console.print(table)
-    total = Sizes.total(sizes)
+    total = TreeSizes.total(sizes)
     columns = total.cells().keys() - set(hidden)
     legend = [f"{column}: {meaning}" for column, meaning in LEGEND.items() if column in columns]
     if hidden:
@@ -362,9 +362,9 @@ def _print_table(console: Console, sizes: list[Sizes], limit: int) -> None:
     )
 
 
-def _table(sizes: list[Sizes], limit: int, hidden: Sequence[str]) -> Table:
+def _table(sizes: list[TreeSizes], limit: int, hidden: Sequence[str]) -> Table:
     """Returns one row per tree, with all columns except the hidden ones."""
-    total = Sizes.total(sizes)
+    total = TreeSizes.total(sizes)
     table = Table(box=box.SIMPLE, show_edge=False, padding=(0, 0, 0, 1), show_footer=True)
     table.add_column("tree", footer=total.name, overflow="fold")
     for column, cell in total.cells().items():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_tree.cli.plan.layer_trace import LayerTrace
-from titan_tree.cli.plan.workload import Step, is_partitioned
+from titan_tree.cli.plan.workload import StepSizes, is_partitioned
 from titan_tree.components.logprobs import BLOCK_ELEMENTS
 from titan_tree.components.tree_attention.block_lists import table_bytes
 from titan_tree.distributed.experts.expert_parallel import experts_of
@@ -42,7 +42,7 @@ NCCL = 1.5 * GIB  # buffers of the communicators
 RANDOM_ROUTER = 1.22
 
 
-class Memory:
+class MemoryPlan:
     """The memory of the fullest GPU in some steps of a run.
 
     The attributes ``chain_tokens`` to ``table_bytes`` are the largest of all steps and GPUs.
@@ -56,20 +56,20 @@ class Memory:
     """
 
     def __init__(
-        self, model: Decoder, config: Config, gpus: int, layers: LayerTrace, steps: list[Step]
+        self, model: Decoder, config: Config, gpus: int, layers: LayerTrace, steps: list[StepSizes]
     ) -> None:
         self.model, self.config, self.gpus, self.layers = model, config, gpus, layers
         owners = [owner for step in steps for owner in step]
-        runs = [run for owner in owners for run in owner.runs]
+        passes = [each for owner in owners for each in owner.passes]
         ranks = config.parallel.sequence_parallel
         self.is_partitioned = any(map(is_partitioned, steps))
         self.chain_tokens = -(-max(owner.chain_tokens for owner in owners) // ranks)  # live at once
-        self.tokens = -(-max(run.tokens for run in runs) // ranks)  # of a forward pass
-        self.edges = max(run.edges for run in runs)  # of a forward pass
-        self.passes = max(len(owner.runs) for owner in owners)  # forward passes of a step
-        self.cached_keys = max(run.cache.keys for run in runs)
-        self.cached_states = max(run.cache.states for run in runs)
-        self.table_bytes = max(table_bytes(run.tokens, run.keys) for run in runs)  # block lists
+        self.tokens = -(-max(each.tokens for each in passes) // ranks)  # of a forward pass
+        self.edges = max(each.edges for each in passes)  # of a forward pass
+        self.passes = max(len(owner.passes) for owner in owners)  # forward passes of a step
+        self.cached_keys = max(each.cache.keys for each in passes)
+        self.cached_states = max(each.cache.states for each in passes)
+        self.table_bytes = max(table_bytes(each.tokens, each.keys) for each in passes)  # block lists
 
         self.item = 4 if config.training.dtype == "float32" else 2  # bytes of a number in the computation
         replica, expert_parallel = gpus // config.parallel.replicate, config.parallel.expert_parallel

@@ -19,81 +19,67 @@ from titan_tree.engine.step_io import StepCounts, StepInput, StepPreparer
 from titan_tree.run.balance.splitting import StepBalancer
 from titan_tree.run.config import Config
 from titan_tree.tree.batch import TokenShard, TreeBatch
-from titan_tree.tree.costs import TreeCosts, num_visible_pairs, tree_sizes
+from titan_tree.tree.costs import TreeCosts, tree_sizes
 from titan_tree.tree.gateway import NO_CACHE_ROWS, CacheRows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """The sizes of one forward and backward pass of an owner: over a micro-batch or one of its partitions.
+class PassSizes:
+    """One forward and backward pass of an owner: over a micro-batch or one of its partitions.
 
     Attributes:
         tokens: tokens of all GPUs of the owner.
         keys: tokens that attention sees: those of the pass, and their ancestors in other partitions.
-        pairs: pairs of a token and a token that it sees.
         edges: edges that the loss scores, on the GPU with the most.
         cache: rows of the gateway cache after the forward pass.
-        is_suspended: whether other partitions run between its forward and its backward pass.
-        serial_chunks: chunks of a recurrence that run one after another.
     """
 
     tokens: int
     keys: int
-    pairs: int
     edges: int
     cache: CacheRows = NO_CACHE_ROWS
-    is_suspended: bool = False
-    serial_chunks: int = 0
 
     @classmethod
-    def of(cls, batch: TreeBatch, is_suspended: bool, num_ranks: int) -> Run:
+    def of(cls, batch: TreeBatch, num_ranks: int) -> PassSizes:
         """Returns the sizes of ``batch``, whose tokens ``num_ranks`` GPUs share."""
         ends = np.cumsum(TokenShard(num_ranks=num_ranks).sizes(len(batch)))
         ranks = np.searchsorted(ends, batch.edge_source.numpy(), side="right")  # of the edges
-        serial_chunks, chains = 0, batch.layout.chains
-        if chains is not None:
-            longest = chains.rounds[:-1, 0]  # the longest chain of a round comes first
-            serial_chunks = int((chains.end - chains.first)[longest].sum())
         return cls(
             tokens=len(batch),
             keys=len(batch.layout.subtree_end),
-            pairs=num_visible_pairs(batch),
             edges=int(np.bincount(ranks, minlength=1).max()),
             cache=CacheRows(*map(sum, zip(batch.cache_offset, batch.cache_writes, strict=True))),
-            is_suspended=is_suspended,
-            serial_chunks=serial_chunks,
         )
 
 
 @dataclass(frozen=True)
-class OwnerStep:
+class OwnerSizes:
     """What an owner runs in one optimizer step."""
 
-    micro_batches: list[list[Run]]  # each with its partitions, or a single pass
+    micro_batches: list[list[PassSizes]]  # each with its partitions, or a single pass
     chain_tokens: int  # the most tokens whose activations are live at once, on all GPUs of the owner
     counts: StepCounts
 
     @classmethod
-    def of(cls, step: StepInput, num_ranks: int = 1) -> OwnerStep:
+    def of(cls, step: StepInput, num_ranks: int = 1) -> OwnerSizes:
         """Returns the sizes of ``step``, whose tokens ``num_ranks`` GPUs share."""
-        micro_batches = []
-        for batches in step.micro_batches:
-            parents = {batch.parent for batch in batches}
-            micro_batches.append([Run.of(batch, i in parents, num_ranks) for i, batch in enumerate(batches)])
+        micro_batches = [
+            [PassSizes.of(batch, num_ranks) for batch in batches] for batches in step.micro_batches
+        ]
         return cls(micro_batches, step.chain_peak, step.counts)
 
     @property
-    def runs(self) -> list[Run]:
+    def passes(self) -> list[PassSizes]:
         """All forward passes of the step."""
         return list(chain.from_iterable(self.micro_batches))
 
 
-Step = list[OwnerStep]  # one entry per owner
+StepSizes = list[OwnerSizes]  # one entry per owner
 
 
-def is_partitioned(step: Step) -> bool:
+def is_partitioned(step: StepSizes) -> bool:
     """Returns whether a tree of the step runs in several passes."""
-    return any(len(runs) > 1 for owner in step for runs in owner.micro_batches)
+    return any(len(passes) > 1 for owner in step for passes in owner.micro_batches)
 
 
 def take_sample(reader: SampleReader, number: int) -> int:
@@ -111,7 +97,7 @@ def take_sample(reader: SampleReader, number: int) -> int:
 
 def sample_steps(
     config: Config, sample: SampleReader, preparer: StepPreparer, costs: TreeCosts, gpus: int, num_steps: int
-) -> list[Step]:
+) -> list[StepSizes]:
     """Returns the first steps of a run on ``gpus`` GPUs.
 
     Args:
@@ -136,7 +122,9 @@ def sample_steps(
         by_step = (_balanced(balancer, step) for step in steps(0, 1))
     else:
         by_step = zip(*(steps(owner, num_owners) for owner in range(num_owners)), strict=True)
-    return [[OwnerStep.of(preparer(trees), parallel.sequence_parallel) for trees in step] for step in by_step]
+    return [
+        [OwnerSizes.of(preparer(trees), parallel.sequence_parallel) for trees in step] for step in by_step
+    ]
 
 
 def _balanced(balancer: StepBalancer, micro_batches: MicroBatches) -> list[MicroBatches]:

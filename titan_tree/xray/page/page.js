@@ -2,7 +2,6 @@
 
 import { colouring, kindColour, labelColour, MEASURES } from "./colours.js";
 import { chip, count, find, make, percent, plural, short, table } from "./elements.js";
-import { advantages, defaults, ESTIMATORS } from "./estimators.js";
 import { Icicle } from "./icicle.js";
 import { fillOverview } from "./overview.js";
 import {
@@ -31,7 +30,6 @@ const state = {
   tree: 0, // the number of the tree that is shown
   measure: "reuse",
   estimator: null,
-  options: {},
   overlay: "", // "", "partitions N" or "rank N"
   showText: true,
   sort: ["n_tree", -1],
@@ -41,7 +39,7 @@ let current = null; // the tree that is shown,
 let values = null; // the advantages of its turns under the chosen estimator,
 let credit = null; // what they do to its segments,
 let look = null; // and its colouring
-const compared = new Map(); // estimator -> what it does to the segments of the tree, with default options
+const compared = new Map(); // estimator -> what it does to the segments of the tree
 
 const textOf = (i) => (state.showText && current.data.text?.[i]) || "";
 const kindOf = (i) => kinds[current.data.kind[i]];
@@ -135,14 +133,15 @@ function fillControls() {
 
   const estimators = hasAdvantages ? [["given", "given in the data"]] : [];
   if (hasRewards)
-    for (const [name, { title }] of Object.entries(ESTIMATORS)) estimators.push([name, `${name} · ${title}`]);
+    for (const [name, about] of Object.entries(payload.estimators))
+      estimators.push([name, `${name} · ${about}`]);
   find("estimator").append(...estimators.map(([value, title]) => make("option", { value }, title)));
   find("estimator").onchange = (event) => {
-    chooseEstimator(event.target.value);
+    state.estimator = event.target.value;
     update();
   };
   find("estimator-row").hidden = !hasCredit;
-  if (hasCredit) chooseEstimator(estimators[0][0]);
+  if (hasCredit) state.estimator = estimators[0][0];
 
   const numbers = (column) => [...new Set(trees.flatMap((tree) => Object.keys(tree[column] ?? {})))];
   const overlays = [
@@ -173,28 +172,13 @@ function fillControls() {
   };
 }
 
-function chooseEstimator(name) {
-  state.estimator = name;
-  state.options = name === "given" ? {} : defaults(name);
-  const inputs = Object.entries(state.options).map(([option, value]) => {
-    const isSwitch = typeof value === "boolean";
-    const onchange = (event) => {
-      state.options[option] = isSwitch ? event.target.checked : Number(event.target.value);
-      update();
-    };
-    const kind = isSwitch ? { type: "checkbox", checked: value } : { type: "number", step: 0.05, value };
-    return make("label", make("input", { ...kind, onchange, id: `option-${option}` }), ` ${option}`);
-  });
-  find("options").replaceChildren(...inputs);
-}
-
 // Shows the tree again after any change of the state.
 function update() {
   if (current?.data !== trees[state.tree]) {
     current = new Tree(trees[state.tree]);
     compared.clear();
   }
-  values = state.estimator && advantages(current, state.estimator, state.options);
+  values = state.estimator && current.advantages(state.estimator);
   credit = values && current.credit(values);
   look = colouring(state.measure, current, credit, kinds, isDark.matches);
   for (const button of find("measures").children)
@@ -344,19 +328,18 @@ function showSegment(i) {
   find("panel").querySelector(".path").scrollTop = 1e9; // its end is what was chosen
 }
 
-// The net weight of a segment under every estimator, with its default options. A click chooses the estimator.
+// The net weight of a segment under every estimator. A click chooses the estimator.
 function comparison(i) {
   const rows = [];
-  for (const name of hasRewards ? Object.keys(ESTIMATORS) : []) {
+  for (const name of hasRewards ? Object.keys(payload.estimators) : []) {
     if (!compared.has(name)) {
-      const found = advantages(current, name, {});
+      const found = current.advantages(name);
       compared.set(name, found && current.credit(found));
     }
     if (!compared.get(name)) return [];
     const { net, netBelow } = compared.get(name);
     const onclick = () => {
-      find("estimator").value = name;
-      chooseEstimator(name);
+      state.estimator = find("estimator").value = name;
       update();
       showSegment(i);
     };
@@ -472,9 +455,6 @@ fillPage();
 // For tests and the console.
 window.xray = {
   Tree,
-  advantages,
-  defaults,
-  ESTIMATORS,
   payload,
   state,
   icicle,

@@ -17,7 +17,7 @@ from titan_tree.config.files import write_output
 MARKER = '<meta name="generator" content="titan-tree xray">'  # in the head of every page
 _FOLDER = Path(__file__).parent
 _MODULES = (  # imported ones first
-    *("elements.js", "payload.js", "colours.js", "tree.js", "estimators.js", "icicle.js", "plots.js"),
+    *("elements.js", "payload.js", "colours.js", "tree.js", "icicle.js", "plots.js"),
     *("overview.js", "page.js"),
 )
 

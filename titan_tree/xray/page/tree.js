@@ -64,28 +64,25 @@ export class Tree {
     );
   }
 
-  // The turns of all samples in order, as titan_tree/data/turns.py has them: a state is the segment before a turn, and
-  // a node that segment with the last one of the turn.
+  // The turns of all samples in order, with their segments.
   get turns() {
     if (this._turns) return this._turns;
     this._turns = [];
-    this.samples.forEach((sample, number) =>
-      sample.turns.forEach(([first, last], index) => {
-        const [state, segments] = [this.parent[first], []];
-        for (let i = last; i !== state; i = this.parent[i]) segments.push(i);
-        const { rollout, weight } = sample;
-        this._turns.push({
-          sample: number,
-          index,
-          rollout,
-          weight,
-          state,
-          node: state * this.n + last,
-          segments,
-        });
+    this.samples.forEach(({ turns, weight }, sample) =>
+      turns.forEach(([first, last]) => {
+        const segments = [];
+        for (let i = last; i !== this.parent[first]; i = this.parent[i]) segments.push(i);
+        this._turns.push({ sample, weight, segments });
       }),
     );
     return this._turns;
+  }
+
+  // The advantage of each turn under an estimator or as given in the data, or null if a sample has none.
+  advantages(name) {
+    if (name !== "given") return this.data.advantages?.[name] ?? null;
+    const known = this.samples.every((sample) => sample.advantage);
+    return known ? this.samples.flatMap((sample) => sample.advantage) : null;
   }
 
   // What the advantages of the turns do to each segment and to all that follows it. Sums run over samples and
