@@ -180,10 +180,9 @@ def test_the_error_of_a_moved_or_removed_module_says_what_to_use() -> None:
 
 @for_each("module", ["train", "lightning", "rl", "cli"])
 def test_a_command_that_was_a_module_says_what_to_run(module: str) -> None:
-    command = [sys.executable, "-m", f"titan_tree.{module}", "--config", "train_configs/demo.toml"]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    says = {"cli": "COMMAND", "lightning": "train CONFIG.toml --trainer lightning"}
-    assert (
-        f" is removed; run `python -m titan_tree {says.get(module, f'{module} CONFIG.toml')}`" in ended.stderr
-    )
+    old = [sys.executable, "-m", f"titan_tree.{module}", "--config", "train_configs/demo.toml"]
+    ended = subprocess.run(old, capture_output=True, text=True)
+    command = {"cli": "COMMAND", "lightning": "train CONFIG.toml --trainer lightning"}
+    words = command.get(module, f"{module} CONFIG.toml")
+    assert f" was removed; run `python -m titan_tree {words}`" in ended.stderr
     assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)

@@ -14,7 +14,7 @@ from titan_tree.cli.plan.memory import GIB, MemoryPlan
 from titan_tree.cli.plan.workload import OwnerSizes
 from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.data.settings import DataConfig
-from titan_tree.engine.step_io import StepPreparer
+from titan_tree.engine.step_io import prepare_step
 from titan_tree.models.pretrained import build_model
 from titan_tree.models.settings import ModelConfig
 from titan_tree.models.tree_model import Execution
@@ -35,9 +35,9 @@ def estimate(model, flavor, make_trees, gpus=1, partitioner=None, without=OUTSID
         built = build_model(model, flavor, **({"num_hidden_layers": layers} if layers else {}))
     built.execution = Execution(torch.bfloat16)
     ranks = config.parallel.sequence_parallel
-    preparer = StepPreparer("token_mean", False, built.costs(), partitioner)
+    options = {"reduction": "token_mean", "costs": built.costs(), "partitioner": partitioner}
     trees = [[[tree] for tree in make_trees(owner)] for owner in range(gpus // ranks)]
-    step = [OwnerSizes.of(preparer(of_owner), ranks) for of_owner in trees]
+    step = [OwnerSizes.of(prepare_step(of_owner, **options), ranks) for of_owner in trees]
     _, parts = MemoryPlan(built, config, gpus, LayerTrace(built), [step]).peak()
     size = sum(value for name, value in parts.items() if name not in without)
     return size / GIB

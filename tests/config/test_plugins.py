@@ -23,7 +23,7 @@ from titan_tree.config import plugins
 from titan_tree.config.plugins import import_plugins
 from titan_tree.config.toml import dump_config, load_tables
 from titan_tree.data import demo
-from titan_tree.data.turns import ADVANTAGES
+from titan_tree.data.settings import ADVANTAGES
 from titan_tree.errors import UserError
 from titan_tree.rl.run import run as rl_run
 from titan_tree.rl.settings import RLRunConfig

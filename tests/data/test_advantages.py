@@ -12,7 +12,7 @@ from tests.support.cases import for_each
 from tests.support.datasets import sample_reader
 from titan_tree.cli import main
 from titan_tree.data.advantages import advantages
-from titan_tree.data.turns import ADVANTAGES
+from titan_tree.data.settings import ADVANTAGES
 from titan_tree.errors import UserError
 from titan_tree.models.pretrained import build_model
 from titan_tree.tree.batch import TreeBatch

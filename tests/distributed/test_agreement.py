@@ -12,7 +12,7 @@ from tests.support.processes import as_rank, run_ranks
 from tests.support.tiny_run import tiny_config, write_config, write_groups
 from titan_tree.distributed import agreement
 from titan_tree.distributed.agreement import check_agreement
-from titan_tree.engine.step_io import StepInput, all_reduce_counts
+from titan_tree.engine.step_io import NO_COUNTS, StepInput, all_reduce_counts
 from titan_tree.errors import AgreedError, UserError
 from titan_tree.run import rank_facts as at_start
 from titan_tree.run.trainer import Trainer
@@ -69,8 +69,8 @@ def differ(rank: int, ports: list[int], folder: Path) -> None:
             AgreedError, match=r"^data: rank 0, 1 differ in the groups that they have read; st"
         ):
             all_reduce_counts(StepInput.nothing(), checksum=7 + rank)
-        assert all_reduce_counts(StepInput.nothing(), checksum=7).notice == 0
-        assert all_reduce_counts(StepInput.nothing(), rank, None if rank else 7).notice == 1
+        assert all_reduce_counts(StepInput.nothing(), checksum=7) == (NO_COUNTS, 0)
+        assert all_reduce_counts(StepInput.nothing(), rank, None if rank else 7) == (NO_COUNTS, 1)
 
 
 @pytest.mark.slow

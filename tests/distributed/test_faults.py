@@ -22,7 +22,7 @@ from titan_tree.distributed import agreement, faults
 from titan_tree.distributed.experts import exchange
 from titan_tree.errors import UserError
 from titan_tree.run.checkpoint import lock
-from titan_tree.run.trainer import Trainer
+from titan_tree.run.trainer import Trainer, in_background
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,7 +121,8 @@ def differ_in_one_bit(rank: int, ports: list[int], folder: Path) -> None:
             if rank == 1 and what == "norm.weight":
                 flip_a_bit(patch, trainer.model.state_dict(keep_vars=True)[what])
             if rank == 1 and what != "norm.weight":
-                patch.setattr(trainer, "_data_state", lambda: {"files": ["another checksum"]})
+                another = in_background(lambda: {"files": ["another checksum"]})
+                patch.setattr(trainer, "_data_state", another)
             with pytest.raises(UserError, match=f"step 1: rank 1 differs from the others in {what}; start"):
                 trainer.train()
             trainer.close()
@@ -173,6 +174,7 @@ KILL_ONCE = """
 import os, signal, sys
 from titan_tree.cli import main
 from titan_tree.run.trainer import Trainer
+from titan_tree.run.trainer import Trainer, in_background
 
 train_step = Trainer.train_step
 

@@ -21,7 +21,7 @@ from titan_tree.components.tree_loss.settings import LOSSES
 from titan_tree.components.tree_loss.spec import LossSpec
 from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.data.advantages import advantages
-from titan_tree.data.turns import ADVANTAGES
+from titan_tree.data.settings import ADVANTAGES
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.models.decoder import Decoder

@@ -73,7 +73,7 @@ def test_ranks_that_reduce_every_gradient_warm_up_without_partitions(monkeypatch
 def test_the_warm_up_has_all_fields_that_a_loss_may_read() -> None:
     loss = TreeLoss("grpo", reduction="distinct_token_mean")  # reads what siblings share, too
     step = TreeStep(tree_model(hf_model(tied=True)), loss, "cpu", TreePartitioner("auto", 34))
-    for inputs in warm_up_inputs(step.preparer(), 150, 99):
+    for inputs in warm_up_inputs(step.preparer(), 150, 99, is_partitioned=True):
         batches = inputs.micro_batches[0]
         for batch in batches:
             missing = [name for name, value in vars(batch.pairs).items() if value is None]
@@ -83,7 +83,7 @@ def test_the_warm_up_has_all_fields_that_a_loss_may_read() -> None:
 def test_inputs_from_a_worker_fit_the_graphs_of_the_warm_up() -> None:
     """A graph depends on the strides of its inputs, even of those that are empty."""
     step = TreeStep(tree_model(hf_model(tied=True)), TreeLoss("gspo"), "cpu", TreePartitioner("auto", 34))
-    for inputs in warm_up_inputs(step.preparer(), 150, 99):
+    for inputs in warm_up_inputs(step.preparer(), 150, 99, is_partitioned=True):
         assert strides(inputs) == strides(from_bytes(to_bytes(inputs)))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.cases import for_each
 from titan_tree.data.advantages import advantages
-from titan_tree.data.turns import ADVANTAGES
+from titan_tree.data.settings import ADVANTAGES
 from titan_tree.errors import UserError
 from titan_tree.rl.rollouts import Rollout, token_paths
 from titan_tree.tree.paths import TokenPath

@@ -20,7 +20,7 @@ from tests.support.tiny_run import VOCAB, tiny_config, train
 from titan_tree.distributed.settings import OPTIMIZERS
 from titan_tree.errors import UserError
 from titan_tree.models.pretrained import build_model
-from titan_tree.run import memory_check
+from titan_tree.run import model_setup
 from titan_tree.run.metrics.step_metrics import METRICS
 from titan_tree.run.optimizer_step import OptimizerStep
 from titan_tree.scoring.score_trees import tree_logprobs
@@ -46,7 +46,7 @@ def test_a_run_that_cannot_fit_is_refused_before_its_model_is_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"model__overrides": "{}", "model__flavor": "8B", "optimizer__name": "adamw"}
-    monkeypatch.setattr(memory_check, "host_memory", lambda: 122.0 * 2**30)
+    monkeypatch.setattr(model_setup, "host_memory", lambda: 122.0 * 2**30)
     message = r"8,190,735,360 parameters need at least 122 GiB .* the 122 GiB of"
     with pytest.raises(UserError, match=message) as error:
         train(tiny_config(tmp_path, **options))
@@ -55,7 +55,7 @@ def test_a_run_that_cannot_fit_is_refused_before_its_model_is_built(
     with torch.device("meta"):
         model = build_model("qwen3", "8B")
     config = tiny_config(tmp_path, **options)
-    assert memory_check.least_bytes(config, model) == 16 * 8_190_735_360
+    assert model_setup.least_bytes(config, model) == 16 * 8_190_735_360
 
 
 @for_each(

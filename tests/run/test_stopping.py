@@ -24,6 +24,7 @@ from titan_tree.run import stopping, trainer
 from titan_tree.run.checkpoint.storage import CheckpointWriter
 from titan_tree.run.metrics.builtin_loggers import CsvLogger
 from titan_tree.run.optimizer_step import OptimizerStep
+from titan_tree.run.stopping import Notice
 from titan_tree.run.trainer import Trainer
 from titan_tree.signals import SIGNALS, Interrupted, Signals
 from titan_tree.tree.token_tree import TokenTree
@@ -252,7 +253,7 @@ def refuse_one_step(rank: int, ports: list[int], folder: Path) -> None:
             if name == "signal" and rank == 1:
                 act_after_step(patch, 2, lambda trainer: signal.raise_signal(signal.SIGUSR1))
             if name == "error" and rank == 1:
-                patch.setattr(TreeDataset, "_own_trees", fail_after_two_steps(TreeDataset._own_trees))
+                patch.setattr(TreeDataset, "own_trees", fail_after_two_steps(TreeDataset.own_trees))
             config = tiny_config(folder / name, checkpoint__interval=100)
             with pytest.raises((AgreedError, Interrupted)) as left:
                 train(config)
@@ -288,6 +289,21 @@ def test_minutes_write_checkpoints_between_those_of_the_interval(
     monkeypatch.setattr(stopping.time, "monotonic", lambda: next(clock))
     train(tiny_config(tmp_path, checkpoint__interval=100, checkpoint__minutes=1.5, checkpoint__keep=0))
     assert checkpoints(tmp_path) == ["step-1", "step-3", "step-4"]
+
+
+def test_ranks_follow_the_most_urgent_notice() -> None:
+    """A refused step comes before a signal, and a signal before a checkpoint."""
+    by_urgency = [
+        Notice(),
+        Notice(is_checkpoint_due=True),
+        *(Notice(signal=number) for number in sorted(SIGNALS)),
+        Notice(is_refused=True),
+    ]
+    codes = [notice.code() for notice in by_urgency]
+    assert codes == sorted(set(codes))
+    assert codes[0] == 0  # what ``all_reduce_counts`` sends by default
+    for notice in [*by_urgency, Notice(is_refused=True, signal=signal.SIGTERM, is_checkpoint_due=True)]:
+        assert Notice.of(notice.code()) == notice
 
 
 def test_minutes_need_an_interval(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from titan_tree.components.tree_loss.settings import LOSSES
 from titan_tree.components.tree_partitioner import PARTITION_STRATEGIES
 from titan_tree.config.registry import Registry
 from titan_tree.data.readers import READERS
-from titan_tree.data.turns import ADVANTAGES
+from titan_tree.data.settings import ADVANTAGES
 from titan_tree.distributed.settings import OPTIMIZERS
 from titan_tree.models.settings import MODELS
 from titan_tree.rl.environment import ENVIRONMENTS

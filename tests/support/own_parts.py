@@ -21,7 +21,8 @@ from titan_tree.components.tree_loss.ratios import field
 from titan_tree.components.tree_partitioner import greedy
 from titan_tree.data.readers import Record, Source
 from titan_tree.data.readers.own_schema import OwnSchemaReader
-from titan_tree.data.turns import ADVANTAGES, Turns
+from titan_tree.data.settings import ADVANTAGES
+from titan_tree.data.turns import Turns
 from titan_tree.distributed.settings import OptimizerSpec
 from titan_tree.models.decoder_config import DecoderConfig
 from titan_tree.models.qwen3_5 import Qwen35

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tests.xray.payloads import GROUPS, payload, tree_payload
-from titan_tree.data.turns import ADVANTAGES, Turns
+from titan_tree.data.settings import ADVANTAGES
+from titan_tree.data.turns import Turns
 from titan_tree.tree.token_tree import TokenTree
 from titan_tree.xray.page.render import write_page
 from titan_tree.xray.rendering import KINDS

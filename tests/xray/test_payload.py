@@ -25,7 +25,8 @@ from titan_tree.cli import main
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.advantages import advantages
 from titan_tree.data.readers import read_records
-from titan_tree.data.turns import ADVANTAGES, Turns
+from titan_tree.data.settings import ADVANTAGES
+from titan_tree.data.turns import Turns
 from titan_tree.xray import rendering
 from titan_tree.xray.payload import Xray
 from titan_tree.xray.rendering import KINDS, Renderer

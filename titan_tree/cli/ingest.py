@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_tree.cli.data_arguments import add_data_arguments, add_settings, data_config, progress_bar
-from titan_tree.data.turns import ADVANTAGES
+from titan_tree.data.settings import ADVANTAGES
 from titan_tree.errors import UserError, count, printable
 
 if TYPE_CHECKING:  # functions import what --help does not need

@@ -19,7 +19,8 @@ import numpy as np
 
 from titan_tree.data.data_files import Trajectory
 from titan_tree.data.schema import record_name
-from titan_tree.data.turns import ADVANTAGES, Turn, Turns
+from titan_tree.data.settings import ADVANTAGES
+from titan_tree.data.turns import Turn, Turns
 from titan_tree.errors import UserError, shorten
 from titan_tree.tree.paths import TokenPath
 

@@ -12,9 +12,9 @@ import logging
 import math
 import random
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from titan_tree.data.data_files import DataSizes, Group
 from titan_tree.data.packing import BASELINES, MicroBatches, balanced, merged_trees, pack, shuffled
@@ -33,28 +33,6 @@ ONCE = {"warning": "replay"}  # StepLoader shows it once, though each worker nam
 ORDER_SETTINGS = ("seed", "shuffle_buffer", "weights")  # they decide the order of groups
 
 
-class TreeSharing(Protocol):
-    """Distributes the trees of each step over ranks.
-
-    ``BalancedSharing`` (balance/sharing.py), which balances them by cost, implements it.
-    """
-
-    def join(self, worker: int) -> None:
-        """Joins the workers with this number on all ranks. Waits until all have joined."""
-
-    def leave(self) -> None:
-        """Leaves the group of ranks. Workers of other ranks that still wait for this one get an error."""
-
-    def own_micro_batches(self, step: int, read: Callable[[], list[TokenTree]]) -> MicroBatches:
-        """Returns this rank's micro-batches of a step, of which each rank reads some trees with ``read``."""
-
-    def all_paths(self, read: Callable[[], list[list[TokenPath]]]) -> list[TokenPath]:
-        """Returns the paths of all groups of a step, of which each rank reads some with ``read``."""
-
-    def choose(self, step: int, trees: Sequence[TokenTree]) -> MicroBatches:
-        """Returns this rank's micro-batches of a step whose trees are the same on all ranks."""
-
-
 class TreeDataset:
     """Yields this rank's micro-batches of each optimizer step: lists of at most ``max_tokens`` tokens.
 
@@ -68,9 +46,9 @@ class TreeDataset:
     - "group": one tree per group.
     - "batch": trees share prefixes across the groups of a global batch, such as a common system prompt.
 
-    A ``TreeSharing`` balances the trees over ranks by their costs. Without one, ranks do not communicate:
-    group j of a global batch goes to rank j % world_size, or every rank builds all trees of a merged batch,
-    which are balanced by tokens.
+    Ranks do not communicate: group j of a global batch goes to rank j % world_size, or every rank builds all
+    trees of a merged batch, which are balanced by tokens. ``BalancedSharing`` (balance/sharing.py) takes the
+    groups of each step instead, and balances their trees by cost.
 
     Args:
         config: the table [data] of the configuration.
@@ -119,16 +97,20 @@ class TreeDataset:
         """Yields the steps from the current position on. ``state_dict`` moves with each item."""
         return self.steps()
 
-    def steps(
-        self, number: int | None = None, first: int = 0, stride: int = 1, sharing: TreeSharing | None = None
-    ) -> Iterator[MicroBatches]:
-        """Yields the steps ``first``, ``first + stride``, ... of the next ``number`` ones.
+    def steps(self, number: int | None = None, first: int = 0, stride: int = 1) -> Iterator[MicroBatches]:
+        """Yields this rank's micro-batches of the steps of ``batches``."""
+        for _, groups in self.batches(number, first, stride):
+            yield pack(self._trees(groups), self.config.max_tokens)
+
+    def batches(
+        self, number: int | None = None, first: int = 0, stride: int = 1
+    ) -> Iterator[tuple[int, list[Group]]]:
+        """Yields (step, groups of its global batch) of the steps ``first``, ``first + stride``, ...
 
         It reads the groups of the steps in between without tokenizing them.
 
         Args:
-            number: steps from the current position on; None: all that are left.
-            sharing: balances the trees of each step over ranks. None: see the class.
+            number: steps from the current position on, numbered from 0; None: all that are left.
         """
         stream = self._stream(self.epoch, self.group)
         for step in count() if number is None else range(number):
@@ -142,10 +124,7 @@ class TreeDataset:
                     self.checksum = zlib.crc32(f"{self.epoch}/{self.group}".encode())
                     for group in groups:
                         self.checksum = group.checksum(self.checksum)
-                if sharing is None:
-                    yield pack(self._trees(groups), self.config.max_tokens)
-                else:
-                    yield self._shared(step, groups, sharing)
+                yield step, groups
 
     def first_group(self) -> Group:
         return next(self._stream(self.epoch, self.group))[2]
@@ -217,30 +196,26 @@ class TreeDataset:
 
     def _trees(self, batch: Sequence[Group]) -> list[TokenTree]:
         if self.config.merge == "group":
-            return self._own_trees(batch)
+            return self.own_trees(batch)
         paths = [path for group in batch for path in self._paths(group)]
         self._check_path_sizes(paths)
-        return balanced(self._merged(paths), self.world_size)[self.rank]
+        return balanced(self.merged(paths), self.world_size)[self.rank]
 
-    def _shared(self, step: int, batch: Sequence[Group], sharing: TreeSharing) -> MicroBatches:
-        """Returns this rank's micro-batches of a global batch. It reads every world_size-th group."""
-
-        def own_paths() -> list[list[TokenPath]]:
-            by_group = [self._paths(group) for group in batch[self.rank :: self.world_size]]
-            for paths in by_group:
-                self._check_path_sizes(paths)
-                if self.config.replay == "off":
-                    _drop_experts(paths)
-            return by_group
-
-        if self.config.merge == "group":
-            return sharing.own_micro_batches(step, lambda: self._own_trees(batch))
-        return sharing.choose(step, self._merged(sharing.all_paths(own_paths)))
-
-    def _own_trees(self, batch: Sequence[Group]) -> list[TokenTree]:
+    def own_trees(self, batch: Sequence[Group]) -> list[TokenTree]:
+        """Returns the trees of the groups of a global batch that this rank reads."""
         return [tree for group in batch[self.rank :: self.world_size] for tree in self._group_trees(group)]
 
-    def _merged(self, paths: Sequence[TokenPath]) -> list[TokenTree]:
+    def own_paths(self, batch: Sequence[Group]) -> list[list[TokenPath]]:
+        """Returns the paths of each group of a global batch that this rank reads, for other ranks, too."""
+        by_group = [self._paths(group) for group in batch[self.rank :: self.world_size]]
+        for paths in by_group:
+            self._check_path_sizes(paths)
+            if self.config.replay == "off":
+                _drop_experts(paths)
+        return by_group
+
+    def merged(self, paths: Sequence[TokenPath]) -> list[TokenTree]:
+        """Returns the trees of all paths of a global batch, which share prefixes across groups."""
         self._weigh_edges(paths)
         if self.config.layout in BASELINES:
             return BASELINES[self.config.layout](paths, self.config.replay)

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from titan_tree.config.plugins import import_plugins, imported_plugins
-from titan_tree.data.dataset import TreeDataset, TreeSharing
+from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.packing import MicroBatches
 from titan_tree.data.tree_bytes import padding
 from titan_tree.errors import UserError
@@ -46,6 +46,7 @@ from titan_tree.signals import SIGNALS
 
 T = TypeVar("T")
 Prepare = Callable[[MicroBatches], T]
+Steps = Callable[[TreeDataset, int, int, int], Iterator[MicroBatches]]  # see ``TreeDataset.steps``
 Position = dict[str, int]  # of the dataset after a step, and the "checksum" of the step's groups
 # The input of a step, as it travels through a pipe: a pickle with (offset, shape, dtype) in place of every
 # tensor, and the bytes of the tensors.
@@ -76,8 +77,8 @@ class StepLoader(Generic[T]):
         num_steps: steps to make.
         workers: number of processes; 0 uses a thread.
         pin: makes the inputs in page-locked memory, from which a GPU copies without waiting.
-        sharing: balances trees over ranks, all of which must use the same ``num_steps`` and ``workers``.
-            None: the dataset distributes the groups.
+        steps: yields the micro-batches of the dataset's steps. With workers it must be picklable. If it
+            communicates with other ranks, all must use the same ``num_steps`` and ``workers``.
         start_timeout_s: longest time that training waits for the first step of each worker.
         timeout_s: the same, for later steps.
 
@@ -92,11 +93,11 @@ class StepLoader(Generic[T]):
         num_steps: int,
         workers: int = 0,
         pin: bool = False,
-        sharing: TreeSharing | None = None,
+        steps: Steps = TreeDataset.steps,
         start_timeout_s: float = inf,
         timeout_s: float = inf,
     ) -> None:
-        self.dataset, self.prepare, self.sharing = dataset, prepare, sharing
+        self.dataset, self.prepare, self.steps = dataset, prepare, steps
         self.num_steps, self.workers, self.pin = num_steps, min(workers, num_steps), pin
         self.start_timeout_s, self.timeout_s = start_timeout_s, timeout_s
 
@@ -135,18 +136,12 @@ class StepLoader(Generic[T]):
             thread.shutdown(wait=False)  # without workers, a file system may hold it
 
     def _in_this_process(self) -> Iterator[tuple[T, Position]]:
-        try:
-            if self.sharing:
-                self.sharing.join(0)
-            for micro_batches in self.dataset.steps(self.num_steps, sharing=self.sharing):
-                step: Any = self.prepare(micro_batches)
-                yield (step.pin_memory() if self.pin else step), _position(self.dataset)
-        finally:
-            if self.sharing:
-                self.sharing.leave()
+        for micro_batches in self.steps(self.dataset, self.num_steps, 0, 1):
+            step: Any = self.prepare(micro_batches)
+            yield (step.pin_memory() if self.pin else step), _position(self.dataset)
 
     def _from_workers(self, workers: Sequence[_Worker]) -> Iterator[tuple[T, Position]]:
-        content = pickle.dumps((self.dataset, self.prepare, self.num_steps, self.sharing))
+        content = pickle.dumps((self.dataset, self.prepare, self.num_steps, self.steps))
         logged: set[str] = set()
         number = 0
         try:
@@ -249,16 +244,14 @@ def _work(worker: int, workers: int, plugins: list[str], connection: Connection,
 def _worker_items(
     worker: int, workers: int, connection: Connection, turns: Connection
 ) -> Iterator[WorkerItem]:
-    dataset, prepare, num_steps, sharing = pickle.loads(connection.recv_bytes())
+    dataset, prepare, num_steps, steps = pickle.loads(connection.recv_bytes())
     collected = _Collector()
     package = logging.getLogger("titan_tree")
     package.addHandler(collected)
     package.propagate = False
     try:
-        if sharing:
-            sharing.join(worker)
         turns.recv_bytes()
-        for micro_batches in dataset.steps(num_steps, worker, workers, sharing):
+        for micro_batches in steps(dataset, num_steps, worker, workers):
             step_bytes = to_bytes(prepare(micro_batches))
             yield step_bytes, _position(dataset), collected.take()
             turns.recv_bytes()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from titan_tree.components.tree_partitioner import PARTITION_STRATEGIES
 from titan_tree.config.checks import (
@@ -17,8 +17,19 @@ from titan_tree.config.checks import (
     require,
     setting,
 )
+from titan_tree.config.registry import Registry
 from titan_tree.data.readers import READERS
-from titan_tree.data.turns import ADVANTAGES
+
+if TYPE_CHECKING:
+    from titan_tree.data.turns import Estimator
+
+ADVANTAGES: Registry[Estimator] = Registry(
+    "advantage estimator",
+    {
+        name: f"titan_tree.data.advantages:{name}"
+        for name in ("group", "mean", "loo", "gigpo", "tree_rl", "tree_grpo", "spo", "tree_po")
+    },
+)
 
 PATHS = check(
     "a path or a non-empty list of paths",

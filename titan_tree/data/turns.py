@@ -15,20 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titan_tree.config.registry import Registry
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import lexicographic_trie
 
-# Functions (turns, **options) -> one array of advantages per path; advantages.py has them.
+# A function (turns, **options) -> one array of advantages per path; advantages.py has some.
 Estimator = Callable[..., list[np.ndarray]]
-ADVANTAGES: Registry[Estimator] = Registry(
-    "advantage estimator",
-    {
-        name: f"titan_tree.data.advantages:{name}"
-        for name in ("group", "mean", "loo", "gigpo", "tree_rl", "tree_grpo", "spo", "tree_po")
-    },
-)
 
 
 class Turn(NamedTuple):

@@ -83,21 +83,8 @@ def all_reduce_named(loss: Tensor, sums: dict[str, Tensor]) -> tuple[Tensor, dic
 
 def call_and_gather(function: Callable[[], T]) -> list[T]:
     """Calls a function on every rank. All return the results by rank, or raise the first error of any."""
-    outcome: tuple[object, Exception | None]
-    try:
-        outcome = function(), None
-    except Exception as error:
-        if world_size() == 1:
-            raise
-        outcome = None, error
-    of_ranks = [outcome] * world_size()
-    if world_size() > 1:
-        dist.all_gather_object(of_ranks, outcome)
-        of_ranks[rank()] = outcome  # its error has a traceback
-    for _, failure in of_ranks:
-        if failure is not None:
-            raise failure
-    return [cast(T, result) for result, _ in of_ranks]
+    result, error = _outcome(function)
+    return cast(list[T], _gather(result, error))
 
 
 def call_on_all_ranks_keep_rank0(function: Callable[[], T]) -> T:
@@ -106,17 +93,38 @@ def call_on_all_ranks_keep_rank0(function: Callable[[], T]) -> T:
 
 
 def call_on_all_ranks(function: Callable[[], T]) -> T:
-    """Calls a function on every rank and returns this rank's result.
+    """Calls a function on every rank and returns this rank's result, which does not travel to other ranks.
 
     Raises:
         AgreedError: the function raised a UserError on some rank. All ranks raise the first one.
     """
-    results: list[T] = []
+    result, error = _outcome(function)
     try:
-        call_on_all_ranks_keep_rank0(lambda: results.append(function()))
-    except UserError as error:
-        raise AgreedError(str(error)) from None
-    return results[0]
+        _gather(None, error)
+    except UserError as first:
+        raise AgreedError(str(first)) from None
+    return cast(T, result)
+
+
+def _outcome(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Returns what a function returns, or the error that it raises."""
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
+
+
+def _gather(result: object, error: Exception | None) -> list[object]:
+    """Returns the results of all ranks, or raises the first error of any."""
+    outcome = result, error
+    of_ranks = [outcome] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(of_ranks, outcome)
+        of_ranks[rank()] = outcome  # its error has a traceback
+    for _, failure in of_ranks:
+        if failure is not None:
+            raise failure
+    return [result for result, _ in of_ranks]
 
 
 def call_on_rank_0(function: Callable[[], T]) -> T:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -63,18 +62,27 @@ class Optimizers(titan.OptimizersContainer):
 
     Iterating over it yields torch optimizers, one per part of the model; here, the model is the only part.
     torchtitan writes ``fused`` into each parameter group, from the container's ``implementation``.
+
+    Args:
+        groups: parameter groups of torch, by their names in logs. Checkpoints hold states by ``param_names``.
     """
 
     def __init__(
-        self, config: OptimizerConfig, param_groups: list[titan.ParamGroupConfig], model: nn.Module
+        self, config: OptimizerConfig, groups: Mapping[str, dict[str, Any]], model: nn.Module
     ) -> None:
-        self.constructor = optimizer_class(config)
+        self.constructor, self._name, self._groups = optimizer_class(config), config.name, groups
         container = titan.OptimizersContainer.Config(
-            param_groups=param_groups,
             implementation="fused" if OPTIMIZERS[config.name].fused else "for-loop",
             optimizer_factory_kwargs_by_name={config.name: config.options},
         )
         super().__init__(container, model_parts=[model])
+
+    def _build_param_groups(  # torchtitan chooses groups by regular expressions
+        self, model: nn.Module, _: object, implementation: dict[str, bool]
+    ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[str]]]:
+        """Returns the groups, with which ``constructor`` is called, and their names in logs."""
+        groups = [implementation | group for group in self._groups.values()]
+        return {self._name: groups}, {self._name: list(self._groups)}
 
     def _resolve_optimizer_factory(self, name: str) -> Callable[..., torch.optim.Optimizer]:
         return self.constructor
@@ -95,23 +103,21 @@ def build_optimizers(config: OptimizerConfig, model: nn.Module) -> Optimizers:
     Vectors, which are the weights of norms and DeltaNet's decays, get no weight decay. Experts form a group
     of their own, because one fused kernel can only update tensors with the same sharding.
     """
-    vectors: list[str] = []
-    experts: list[str] = []
-    others: list[str] = []
+    options = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
+    groups: dict[str, dict[str, Any]] = {
+        name: {"params": [], "param_names": [], "weight_decay": decay, **options}
+        for name, decay in (
+            ("vectors", 0.0),
+            ("experts", config.weight_decay),
+            ("others", config.weight_decay),
+        )
+    }
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            (vectors if parameter.ndim == 1 else experts if ".experts." in name else others).append(name)
-    options = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
-    groups = [
-        titan.ParamGroupConfig(
-            pattern=f"^({'|'.join(map(re.escape, names))})$",
-            optimizer_name=config.name,
-            optimizer_kwargs=options | {"weight_decay": decay},
-        )
-        for names, decay in ((vectors, 0.0), (experts, config.weight_decay), (others, config.weight_decay))
-        if names
-    ]
-    return Optimizers(config, groups, model)
+            kind = "vectors" if parameter.ndim == 1 else "experts" if ".experts." in name else "others"
+            groups[kind]["params"].append(parameter)
+            groups[kind]["param_names"].append(titan.canonical_fqn(name))
+    return Optimizers(config, {name: group for name, group in groups.items() if group["params"]}, model)
 
 
 def build_lr_schedulers(

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.tools.profiler import Profiler
 from torchtitan.tools.utils import get_peak_flops
@@ -28,10 +29,10 @@ __all__ = [
     "FullAC",
     "LRSchedulersContainer",
     "OptimizersContainer",
-    "ParamGroupConfig",
     "Profiler",
     "SelectiveAC",
     "TreeSelectiveAC",
+    "canonical_fqn",
     "peak_flops",
 ]
 

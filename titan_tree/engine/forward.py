@@ -5,7 +5,7 @@
     scored_batches        joins partitions where the loss needs whole paths
     evaluate              sums losses over all tokens
 
-Score, measure and count passes (step_run.py), scoring/ and integrations/ call the first one. The forward
+Score, measure and count passes (tree_step.py), scoring/ and integrations/ call the first one. The forward
 passes with gradients, of which backward passes follow, are in partitions.py.
 """
 

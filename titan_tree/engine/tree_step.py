@@ -1,6 +1,14 @@
 """TreeStep: the forward and backward passes of one optimizer step on one rank.
 
-    trees -> prepare (host): partition, pack -> run (device): count, score and train passes -> StepResult
+    trees -> prepare (host): partition, pack -> run (device): passes over the micro-batches -> StepResult
+
+    count    counts which experts each micro-batch chooses, for a balancing loss over several forward passes
+    measure  computes a mean over the global batch that the loss depends on
+    score    computes the log-probs of a partitioned micro-batch, for a loss of whole paths
+    train    runs the forward passes, the loss and the backward passes
+
+Each pass runs all partitions of one micro-batch. Expert-parallel ranks need the same passes, and get them
+from micro-batches of the same shape (schedule.py).
 
 TreeStep has no optimizer, data or logging. Those belong to the training loop, which can be the Trainer's,
 another framework's or your own.
@@ -12,23 +20,31 @@ import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from titan_tree.components.moe.routing import RouterLoss
+from titan_tree.components.moe.routing import RouterLoss, router_metrics
 from titan_tree.components.tree_loss.loss import GlobalStatistics, TreeLoss
 from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
-from titan_tree.distributed.collectives import world_size
+from titan_tree.distributed.collectives import all_reduce_named, all_reduce_sum, world_size
 from titan_tree.distributed.gradient_sync import GradientSync, cast_weights
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.bad_steps import BadStepError, find_cause
-from titan_tree.engine.forward import evaluate, scored_batches
-from titan_tree.engine.router_loss import StepRouting
+from titan_tree.engine.forward import Outputs, batches_for_loss, evaluate, forward_passes, scored_batches
+from titan_tree.engine.losses import LossSum, MicroBatchLoss, RouterLossSum
+from titan_tree.engine.partitions import train_micro_batch
 from titan_tree.engine.schedule import equal_schedule
-from titan_tree.engine.step_io import GlobalSizes, StepInput, StepPreparer, StepResult, all_reduce_counts
-from titan_tree.engine.step_run import StepRun, plan_passes
+from titan_tree.engine.step_io import (
+    PrepareStep,
+    StepCounts,
+    StepInput,
+    StepResult,
+    all_reduce_counts,
+    prepare_step,
+)
 from titan_tree.engine.warm_up import warm_up_inputs
 from titan_tree.errors import AgreedError, UserError, require_list
 from titan_tree.models.tree_model import TreeModel
@@ -88,9 +104,10 @@ class TreeStep:
         self._gradient_sync = GradientSync(model, reshard_after_forward)
         self._has_warned = False
 
-    def preparer(self) -> StepPreparer:
+    def preparer(self) -> PrepareStep:
         """Returns the function that makes step inputs. It can be pickled and run in another process."""
-        return StepPreparer(
+        return partial(
+            prepare_step,
             reduction=self.loss.reduction,
             needs_whole_paths=self.loss.spec.needs_whole_paths,
             costs=self.model.costs(),
@@ -109,44 +126,45 @@ class TreeStep:
         step = self.preparer()(micro_batches)
         return step.pin_memory() if self.device.type == "cuda" else step
 
-    def run(self, step: StepInput, sizes: GlobalSizes | None = None) -> StepResult:
+    def run(self, step: StepInput, sizes: StepCounts | None = None) -> StepResult:
         """Runs the forward and backward passes of all micro-batches. Gradients add to those already present.
 
         Args:
             step: this rank's part of the step.
-            sizes: the sizes of all ranks, if the caller has called ``all_reduce_counts`` already.
+            sizes: the counts of all ranks, if the caller has called ``all_reduce_counts`` already.
         Raises:
             BadStepError: if the loss counts no token of the global batch. No pass has run then.
             UserError: if ``step`` is not a StepInput, or if the GPU runs out of memory. Discard the gradients
                 in that case.
         """
-        sizes = sizes or all_reduce_counts(step)
-        self._check(sizes)
-        micro_batches = self._schedule(step, sizes)
-        routing = None
+        total = sizes or all_reduce_counts(step)[0]
+        self._check(total)
+        micro_batches = self._schedule(step, total)
+        routing, group = None, self.model.execution.sequence_group
         if self.model.experts:
-            num_tokens, group = sizes.counts.logical_tokens, self.model.execution.sequence_group
-            routing = StepRouting(self.router_loss, micro_batches, num_tokens, self.device, group)
-        run = StepRun(
-            model=self.model,
-            loss_function=self.loss,
-            step=step,
-            sizes=sizes,
-            micro_batches=micro_batches,
-            routing=routing,
-            activations=self.activations,
-            gradient_sync=self._gradient_sync,
-            sums_every_backward=self.reduce_gradients == "every",
-        )
-        count = StepRouting.needs_count(self.router_loss, sizes.is_partitioned, sizes.max_micro_batches)
-        if count:
-            run.extra_forward_tokens += step.counts.executed_tokens
-        measure = self.loss.measurement is not None and (sizes.max_micro_batches > 1 or world_size() > 1)
-        self._gradient_sync.hold(sizes.is_partitioned)
-        with _out_of_memory_as_user_error(sizes), cast_weights(self.model):
-            score = self.loss.spec.needs_whole_paths
-            run.run(plan_passes(micro_batches, count=count, measure=measure, score=score))
-        return run.result()
+            num_tokens = total.logical_tokens
+            routing = RouterLossSum(self.router_loss, micro_batches, num_tokens, self.device, group)
+        statistics = GlobalStatistics(moments=total.advantage_moments, newest_version=total.newest_version)
+        losses = LossSum(self.loss, total.normalizer, statistics, self.device)
+        extra_tokens = 0  # of forward passes besides those of the train passes
+        self._gradient_sync.hold(total.is_partitioned)
+        with _out_of_memory_as_user_error(total), cast_weights(self.model):
+            if RouterLossSum.needs_count(self.router_loss, total.is_partitioned, total.max_micro_batches):
+                assert routing is not None
+                self._count(micro_batches, routing)
+                extra_tokens += step.counts.executed_tokens
+            if self.loss.measurement is not None and (total.max_micro_batches > 1 or world_size() > 1):
+                measured = self._measure(step, micro_batches)
+                losses.statistics = dataclasses.replace(statistics, measured=measured)
+                extra_tokens += sum(len(batch) for batches in micro_batches for batch in batches)
+            for i, batches in enumerate(micro_batches):
+                loss = MicroBatchLoss(losses, i, step.whole(i), routing, group)
+                if self.loss.spec.needs_whole_paths and len(batches) > 1:
+                    loss.score(self._scores(batches))
+                    extra_tokens += sum(map(len, batches))
+                extra_tokens += self._train(batches, loss, total, is_last=i == len(micro_batches) - 1)
+        dummy_forwards = sum(map(len, micro_batches)) - sum(map(len, step.micro_batches))
+        return self._result(total, losses, routing, extra_tokens, dummy_forwards)
 
     def warm_up(self, num_tokens: int, replay: bool = False, evaluates: bool = False) -> None:
         """Runs all kinds of passes on two random trees, so that a compiled model compiles its graphs now.
@@ -159,10 +177,9 @@ class TreeStep:
             evaluates: whether ``evaluate`` will be called, or partitions will drop their activations.
         """
         experts = self.model.experts.sizes if replay and self.model.experts else None
-        preparer = self.preparer()
-        if not self._may_partition:
-            preparer = dataclasses.replace(preparer, partitioner=None)
-        inputs = warm_up_inputs(preparer, num_tokens, self.model.config.vocab_size, experts)
+        is_partitioned = self._may_partition and self.partitioner is not None
+        vocab_size = self.model.config.vocab_size
+        inputs = warm_up_inputs(self.preparer(), num_tokens, vocab_size, is_partitioned, experts)
         for step in inputs:
             self.run(step)
         if evaluates:
@@ -203,16 +220,81 @@ class TreeStep:
         self._gradient_sync.hold(False)
         return find_cause(self.model, self.loss, step, self.device, statistics)
 
+    def _count(self, micro_batches: Sequence[Sequence[TreeBatch]], routing: RouterLossSum) -> None:
+        """Counts the experts that the micro-batches choose, without the vocabulary projection."""
+        for i, batches in enumerate(micro_batches):
+            without_edges = [batch.without_edges() for batch in batches]
+            outputs = forward_passes(self.model, without_edges, self.device)
+            routing.count(outputs, is_last=i == len(micro_batches) - 1)
+
+    def _measure(self, step: StepInput, micro_batches: Sequence[Sequence[TreeBatch]]) -> Tensor:
+        """Returns the sums of the mean that the loss depends on, over micro-batches and ranks."""
+        measured = torch.zeros(2, dtype=torch.float64)
+        for i, batches in enumerate(micro_batches):
+            whole = step.whole(i, self.device)
+            outputs = self._scores(batches)
+            for batch, scores in batches_for_loss(outputs, whole, self.model.execution.sequence_group):
+                # Ranks that share the tokens have the same scores of whole micro-batches.
+                if whole is None or self.model.token_shard.rank == 0:
+                    measured += self.loss.measure(scores.logprobs, batch).double().cpu()
+        return all_reduce_sum(measured.to(self.device))
+
+    def _scores(self, batches: Sequence[TreeBatch]) -> Outputs:
+        """Returns the outputs of a micro-batch without gradients, with the scores that the loss needs."""
+        return forward_passes(self.model, batches, self.device, entropy=self.loss.needs_entropy)
+
+    def _train(
+        self, batches: Sequence[TreeBatch], loss: MicroBatchLoss, total: StepCounts, is_last: bool
+    ) -> int:
+        """Runs the forward and backward passes of a micro-batch. Returns the number of recomputed tokens."""
+        if not total.is_partitioned:
+            self._gradient_sync.sum_in_backward(is_last or self.reduce_gradients == "every")
+        return train_micro_batch(
+            self.model,
+            batches,
+            loss.loss,
+            self.device,
+            entropy=self.loss.needs_entropy,
+            activations=self.activations,
+            before_last_backward=self._gradient_sync.release if total.is_partitioned and is_last else None,
+        )
+
+    def _result(
+        self,
+        total: StepCounts,
+        losses: LossSum,
+        routing: RouterLossSum | None,
+        extra_tokens: int,
+        dummy_forwards: int,
+    ) -> StepResult:
+        """Returns the result of the step over all ranks. Collective."""
+        loss = losses.loss if routing is None else losses.loss + routing.loss
+        costs = {"extra_forward_tokens": extra_tokens, "dummy_forwards": dummy_forwards}
+        cost_tensors = {name: torch.full_like(loss, value) for name, value in costs.items()}
+        loss, sums = all_reduce_named(loss, losses.metrics | cost_tensors)
+        extra, dummies = (sums.pop(name) for name in costs)
+        routed = None if routing is None else routing.total()
+        return StepResult(
+            loss=loss,
+            loss_metrics=self.loss.finish_metrics(sums, losses.statistics),
+            statistics=losses.statistics,
+            routing=routed,
+            router_metrics={} if routed is None else router_metrics(routed, total.logical_tokens),
+            counts=total,
+            extra_forward_tokens=extra,
+            dummy_forwards=dummies,
+        )
+
     @property
     def _may_partition(self) -> bool:
         """Whether steps may contain partitions. FSDP2 then sums gradients after the last backward pass."""
         return self.reduce_gradients == "last" or not isinstance(self.model.root, FSDPModule)
 
-    def _schedule(self, step: StepInput, sizes: GlobalSizes) -> list[list[TreeBatch]]:
+    def _schedule(self, step: StepInput, total: StepCounts) -> list[list[TreeBatch]]:
         """Returns this rank's micro-batches, with dummy batches if FSDP2 or expert parallelism needs them."""
         lockstep = self.model.experts.group if self.model.experts else None
-        min_micro_batches = sizes.max_micro_batches
-        if sizes.is_partitioned and lockstep is None:
+        min_micro_batches = total.max_micro_batches
+        if total.is_partitioned and lockstep is None:
             min_micro_batches = 1  # ranks may differ, but each needs one pass for the collectives of FSDP2
         return equal_schedule(
             step.micro_batches,
@@ -221,32 +303,31 @@ class TreeStep:
             token_shard=self.model.token_shard,
         )
 
-    def _check(self, sizes: GlobalSizes) -> None:
-        counts = sizes.counts
-        if counts.loss_weight <= 0:
+    def _check(self, total: StepCounts) -> None:
+        if total.loss_weight <= 0:
             raise BadStepError(
                 "the loss counts no token of this step's global batch, because all loss masks or weights "
                 "are 0; check the data, or raise data.global_batch_groups"
             )
-        if sizes.is_partitioned and not self._may_partition:
+        if total.is_partitioned and not self._may_partition:
             raise AgreedError(
                 "parallel.reduce_gradients: expected 'last' if trees are partitioned (one micro-batch has "
-                f"{sizes.max_partitions} partitions), got {self.reduce_gradients!r}; set it to 'last', or "
+                f"{total.max_partitions} partitions), got {self.reduce_gradients!r}; set it to 'last', or "
                 "raise data.max_tokens"
             )
-        if counts.duplicates > 0.01 and not self._has_warned:
+        if total.duplicates > 0.01 and not self._has_warned:
             logger.warning(
                 "partitions repeat %.1f %% of the tokens (%s instead of %s); partition.strategy = "
                 "'redundancy_free' runs each token once",
-                100 * counts.duplicates,
-                f"{counts.executed_tokens:,}",
-                f"{counts.distinct_tokens + counts.split_tokens:,}",
+                100 * total.duplicates,
+                f"{total.executed_tokens:,}",
+                f"{total.distinct_tokens + total.split_tokens:,}",
             )
             self._has_warned = True
 
 
 @contextmanager
-def _out_of_memory_as_user_error(sizes: GlobalSizes) -> Iterator[None]:
+def _out_of_memory_as_user_error(total: StepCounts) -> Iterator[None]:
     """Turns an out-of-memory error into a UserError that says which setting to lower."""
     message = ""
     try:
@@ -256,9 +337,9 @@ def _out_of_memory_as_user_error(sizes: GlobalSizes) -> Iterator[None]:
     # Raise outside of the handler: the caught exception would keep the partitions' tensors alive.
     if message:
         budget = (
-            "data.max_tokens or partition.max_chain_tokens" if sizes.is_partitioned else "data.max_tokens"
+            "data.max_tokens or partition.max_chain_tokens" if total.is_partitioned else "data.max_tokens"
         )
         raise UserError(
-            f"the GPU is out of memory with the activations of {sizes.chain_peak:,} tokens; lower {budget}, "
+            f"the GPU is out of memory with the activations of {total.chain_peak:,} tokens; lower {budget}, "
             f"or set training.activation_checkpoint ({message})"
         )

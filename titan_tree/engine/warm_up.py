@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
-from titan_tree.engine.step_io import StepInput, StepPreparer
+from titan_tree.engine.step_io import StepInput
 from titan_tree.tree.paths import PER_TOKEN, ExpertSizes, TokenPath
 from titan_tree.tree.routed_experts import Replay
 from titan_tree.tree.token_tree import TokenTree
@@ -23,13 +23,19 @@ LENGTH = sum(SMALL) + TRUNK + sum(LEFT) + sum(RIGHT)
 
 
 def warm_up_inputs(
-    preparer: StepPreparer, num_tokens: int, vocab_size: int, experts: ExpertSizes | None = None
+    prepare: Callable[..., StepInput],
+    num_tokens: int,
+    vocab_size: int,
+    is_partitioned: bool,
+    experts: ExpertSizes | None = None,
 ) -> list[StepInput]:
-    """Returns the inputs of steps on two random trees: in one pass and, with a partitioner, in partitions.
+    """Returns the inputs of steps on two random trees: in one pass and, on request, in partitions.
 
     Args:
+        prepare: ``prepare_step`` with its options. The partitioner is replaced.
         num_tokens: approximate number of tokens of both trees. They have LENGTH tokens at least.
         vocab_size: token ids are smaller.
+        is_partitioned: whether steps may contain partitions.
         experts: the sizes of recorded experts; None: the trees have none.
     """
     unit = max(1, num_tokens // LENGTH)  # tokens per unit
@@ -49,9 +55,9 @@ def warm_up_inputs(
         for token_lists in (2 * [node(*SMALL)], large)
     ]
     partitioners: list[TreePartitioner | None] = [None]
-    if preparer.partitioner is not None:
+    if is_partitioned:
         partitioners.append(TreePartitioner("redundancy_free", MAX_LENGTH * unit))
-    return [replace(preparer, partitioner=partitioner)([trees]) for partitioner in partitioners]
+    return [partial(prepare, partitioner=partitioner)([trees]) for partitioner in partitioners]
 
 
 def _warm_up_paths(token_lists: Sequence[list[int]], experts: ExpertSizes | None) -> list[TokenPath]:

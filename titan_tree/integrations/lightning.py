@@ -14,6 +14,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import repeat
@@ -26,11 +27,11 @@ import torch.distributed as dist
 from titan_tree.components.moe.routing import RouterBias
 from titan_tree.data.data_files import DataSizes
 from titan_tree.data.dataset import TreeDataset
-from titan_tree.data.loader import Position, refuse_in_worker
+from titan_tree.data.loader import refuse_in_worker
 from titan_tree.distributed.mesh import all_ranks
 from titan_tree.distributed.optimizers import Optimizers, build_lr_schedulers, build_optimizers, reschedule
 from titan_tree.distributed.titan import LRSchedulersContainer
-from titan_tree.engine.step_io import StepInput, all_reduce_counts
+from titan_tree.engine.step_io import StepInput
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.lora.adapters import leave_out_frozen
@@ -52,12 +53,13 @@ from titan_tree.run.build import (
 from titan_tree.run.checkpoint import Checkpoints, Progress, export_results
 from titan_tree.run.checkpoint.changes import check_architecture
 from titan_tree.run.config import Config
+from titan_tree.run.inputs import SynchronizedInput, next_input, synchronized_inputs
 from titan_tree.run.metrics import step_values, validation_values
 from titan_tree.run.model_setup import build_parallel_model, describe_architecture
 from titan_tree.run.optimizer_step import OptimizerStep
 from titan_tree.run.rank_facts import check_ranks
-from titan_tree.run.stopping import StopController, SynchronizedInput
-from titan_tree.run.trainer import in_background, next_input, restore_position, score_validation
+from titan_tree.run.stopping import StopController
+from titan_tree.run.trainer import in_background, restore_position, score_validation
 
 try:
     import lightning.pytorch as L
@@ -97,14 +99,14 @@ class TreeLightningModule(L.LightningModule):
     data_sizes: DataSizes | None  # None: not counted
     progress: Progress
     stopping: StopController | None  # None without ``TreeCheckpoints``
-    data_state: Callable[[], dict[str, Any]]  # what ``progress`` holds of the data besides the position
+    data_state: Future[dict[str, Any]] | None  # what ``progress`` holds of the data besides the position
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         refuse_in_worker()
         self.automatic_optimization = False
         self.config, self.model, self.stopping, self.progress = config, None, None, Progress()
-        self.data_state = dict
+        self.data_state = None
         self._logged: set[str] = set()  # names of the values of steps
         self._optimizer_step: OptimizerStep | None = None  # made in the first step of a fit
 
@@ -173,7 +175,7 @@ class TreeLightningModule(L.LightningModule):
 
     def _train_step(self, inputs: Iterator[SynchronizedInput]) -> None:
         started = time.perf_counter()
-        step_input, position, sizes = next_input(inputs, self.global_step + 1, self.num_steps)
+        step_input, position, total = next_input(inputs, self.global_step + 1, self.num_steps)
         optimizer: Any = self.optimizers()  # Lightning's wrapper, whose steps are counted
         scheduler: Any = self.lr_schedulers()
         step = self.global_step + 1
@@ -188,10 +190,11 @@ class TreeLightningModule(L.LightningModule):
                 seed=self.config.training.seed,
                 max_bad_steps=min(self.config.training.max_bad_steps, self.num_steps),
             )
-        report = self._optimizer_step.run(step, step_input, sizes, epoch=position["epoch"], started=started)
+        report = self._optimizer_step.run(step, step_input, total, epoch=position["epoch"], started=started)
         if self.global_step < step:
             optimizer.step()  # without the gradients of a bad step, it only counts the step
-        self.progress.step, self.progress.data = step, self.data_state() | position
+        data_state = self.data_state.result() if self.data_state else {}
+        self.progress.step, self.progress.data = step, data_state | position
         if self.balancing:
             self.progress.data["balance"] = self.balancing.state_dict()
         if report is None:
@@ -306,8 +309,7 @@ class TreeDataModule(L.LightningDataModule):
             restore_position(self.dataset, state, config.checkpoint.allow_changes)
         left = max(module.num_steps - done, 0)
         loader = build_step_loader(config, module.tree_step, self.dataset, left, module.balancing, done)
-        synchronized = module.stopping.synchronized_inputs if module.stopping else _synchronized
-        yield from repeat(synchronized(iter(loader)), left)
+        yield from repeat(synchronized_inputs(iter(loader), module.stopping), left)
 
 
 class TreeCheckpoints(Checkpoint):
@@ -369,15 +371,6 @@ class TreeCheckpoints(Checkpoint):
         stopping, module.stopping = module.stopping, None
         if stopping:
             stopping.signals.__exit__(error and type(error), error, None)
-
-
-def _synchronized(
-    inputs: Iterator[tuple[StepInput, Position]],
-) -> Iterator[SynchronizedInput]:
-    """Yields the inputs with the sizes of all ranks."""
-    for step_input, position in inputs:
-        sizes = all_reduce_counts(step_input, checksum=position.pop("checksum", None))
-        yield step_input, position, sizes
 
 
 def _set_step(trainer: L.Trainer, step: int) -> None:

@@ -30,7 +30,7 @@ from titan_tree.rl.settings import RLRunConfig
 from titan_tree.rl.truncation import Truncation
 from titan_tree.run.balance.sharing import BalancedSharing
 from titan_tree.run.build import DEFAULT_STEPS
-from titan_tree.run.stopping import SynchronizedInput
+from titan_tree.run.inputs import SynchronizedInput, synchronized_inputs
 from titan_tree.run.trainer import Trainer
 from titan_tree.tree.paths import ModelLimits, TokenPath
 from titan_tree.tree.token_tree import TokenTree
@@ -98,7 +98,7 @@ class EpisodeTrainer(Trainer, ABC):
         timeout_s, sharing = self.config.parallel.timeout_s, None
         if self.balancing:
             sharing = self.balancing.sharing(self.progress.step, start_timeout(timeout_s), timeout_s, 1)
-        return self.stopping.synchronized_inputs(self._inputs(sharing))
+        return synchronized_inputs(self._inputs(sharing), self.stopping)
 
     def own(self, tasks: Sequence[T]) -> Sequence[T]:
         """Returns those of all tasks that this rank samples."""

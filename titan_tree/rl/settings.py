@@ -16,8 +16,7 @@ from titan_tree.config.checks import (
     require,
     setting,
 )
-from titan_tree.data.settings import DataConfig
-from titan_tree.data.turns import ADVANTAGES
+from titan_tree.data.settings import ADVANTAGES, DataConfig
 from titan_tree.rl.environment import ENVIRONMENTS
 from titan_tree.run.config import Config
 

@@ -1,8 +1,9 @@
 """One training run: from a configuration to a finished folder.
 
 build.py          makes the components that the tables of the configuration describe
-model_setup.py    makes the model on all ranks, with its weights
+model_setup.py    makes the model on all ranks, with its weights, if it fits into memory
 trainer.py        Trainer: the training loop
+inputs.py         waits until all ranks are ready to run a step
 optimizer_step.py one optimizer step, shared with Lightning
 folder.py         the run's folder, its lock and its loggers, and what a run says about itself
 rank_facts.py     what the ranks must agree on at the start

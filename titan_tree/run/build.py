@@ -22,7 +22,7 @@ from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.data_files import DataSizes
 from titan_tree.data.dataset import TreeDataset
-from titan_tree.data.loader import PREFETCH, StepLoader
+from titan_tree.data.loader import PREFETCH, StepLoader, Steps
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.data.settings import DataConfig, PartitionConfig
 from titan_tree.distributed import titan
@@ -216,14 +216,15 @@ def build_step_loader(
         balancing: see ``build_balancing``.
         done: steps of earlier parts of the run.
     """
-    on_gpu, sharing = tree_step.device.type == "cuda", None
+    steps: Steps = TreeDataset.steps
+    on_gpu = tree_step.device.type == "cuda"
     workers = num_workers(config.data.workers, tree_step.device)
     timeouts = start_timeout(config.parallel.timeout_s), config.parallel.timeout_s
     if balancing:
         # Hosts may have different numbers of cores, but every worker needs one of each other rank.
         workers = -int(all_reduce_max(torch.tensor(-workers)))
-        sharing = balancing.sharing(done, *timeouts, PREFETCH + 2)
-    return StepLoader(dataset, tree_step.preparer(), num_steps, workers, on_gpu, sharing, *timeouts)
+        steps = balancing.sharing(done, *timeouts, PREFETCH + 2).steps
+    return StepLoader(dataset, tree_step.preparer(), num_steps, workers, on_gpu, steps, *timeouts)
 
 
 def warm_up(config: Config, tree_step: TreeStep) -> None:

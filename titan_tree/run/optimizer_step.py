@@ -12,8 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -23,8 +22,7 @@ from titan_tree.distributed.collectives import rank, world_size
 from titan_tree.distributed.optimizers import clip_and_step
 from titan_tree.engine.bad_steps import BadStepError
 from titan_tree.engine.device_clock import DeviceClock
-from titan_tree.engine.exchange_timer import ExchangeTimer
-from titan_tree.engine.step_io import GlobalSizes, StepInput, StepResult
+from titan_tree.engine.step_io import StepCounts, StepInput
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import AgreedError, count
 from titan_tree.run.balance.balancing import Balancing
@@ -34,18 +32,6 @@ logger = logging.getLogger(__name__)
 
 
 ZERO_STEPS = 5  # steps in a row without a gradient that are worth a warning
-
-
-class Update(NamedTuple):
-    """The outcome of a step's passes and of its update of the weights."""
-
-    result: StepResult
-    loss: float
-    grad_norm: float  # before clipping
-    # Seconds of this rank's device.
-    passes_seconds: float
-    exchange_seconds: float
-    optimizer_seconds: float
 
 
 @dataclass(kw_only=True)
@@ -82,17 +68,17 @@ class OptimizerStep:
     _zero_steps: int = field(default=0, init=False)  # in a row, up to the newest step
 
     def __post_init__(self) -> None:
-        self._exchange = ExchangeTimer(self.tree_step.model, self.tree_step.device)
+        self._clock = DeviceClock(self.tree_step.device, self.tree_step.model)
 
     def run(
-        self, step: int, step_input: StepInput, sizes: GlobalSizes, *, epoch: int, started: float
+        self, step: int, step_input: StepInput, total: StepCounts, *, epoch: int, started: float
     ) -> StepReport | None:
         """Runs one step. Returns its report, or None for a bad step. Collective.
 
         Args:
             step: the number of the step, which counts from 1.
             step_input: this rank's part of the step.
-            sizes: the sizes of all ranks, from ``all_reduce_counts``.
+            total: the counts of all ranks, from ``all_reduce_counts``.
             epoch: index of the epoch of the step's last group, from 0.
             started: ``time.perf_counter()`` at the start of the step.
         Raises:
@@ -101,48 +87,41 @@ class OptimizerStep:
         # Each step has a seed of its own, so a resumed run needs no state of random generators.
         # Python does not salt the hashes of integers, so every process computes the same seed from these.
         torch.manual_seed(hash((self.seed, step, rank())))
-        updated, balance = None, {}
+        report, balance = None, {}
         if self.balancing:
             self.balancing.start_step()
         try:
-            updated = self.update_weights(step_input, sizes)
+            report = self.update_weights(step_input, total)
             self.bad_steps_in_a_row = 0
         except BadStepError as reason:
             self._skip(step, reason)
-        lr = float(self.lr_schedulers[0].get_last_lr()[0])
         for scheduler in self.lr_schedulers:
             scheduler.step()
         if self.balancing:
-            balance = self.balancing.finish_step(step, step_input, sizes, is_good=updated is not None)
-        if updated is None:
+            balance = self.balancing.finish_step(step, step_input, total, is_good=report is not None)
+        if report is None:
             return None
-        self._count_zeros(step, updated.grad_norm)
-        report = StepReport(
-            **updated._asdict(),
-            lr=lr,
-            epoch=epoch,
-            seconds=time.perf_counter() - started,
-            world_size=world_size(),
-            device=self.tree_step.device,
-            balance=balance,
-        )
+        self._count_zeros(step, report.grad_norm)
+        report = replace(report, epoch=epoch, seconds=time.perf_counter() - started, balance=balance)
         if rank() == 0 and not self._has_warned and (self.is_on_policy or step == 1 + self.bad_steps):
             self._check_logprobs(step, report)
         return report
 
-    def update_weights(self, step_input: StepInput, sizes: GlobalSizes) -> Update:
+    def update_weights(self, step_input: StepInput, total: StepCounts) -> StepReport:
         """Runs forward and backward passes, then steps the optimizer and the router biases. Collective.
 
+        Returns:
+            The report of the step, without what is known only at its end.
         Raises:
             BadStepError: the loss or its gradient is not finite, or the loss counts no token. Weights,
                 optimizer states and router biases are unchanged, and no gradients are left.
         """
-        clock = DeviceClock(self.tree_step.device)
-        self._exchange.start()
+        clock = self._clock
+        clock.start()
         started = clock.mark()
-        result = self.tree_step.run(step_input, sizes)
+        result = self.tree_step.run(step_input, total)
         passes_done = clock.mark()
-        self._exchange.stop()
+        clock.stop()
         norm = clip_and_step(self.optimizers, result.loss, self.max_grad_norm)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -156,14 +135,17 @@ class OptimizerStep:
             assert result.routing is not None
             assert self.tree_step.model.experts is not None
             self.router_bias.update(self.tree_step.model.experts.router_biases().values(), result.routing)
-        exchange = self._exchange.seconds()
-        return Update(
+        exchange = clock.exchange_seconds()
+        return StepReport(
             result=result,
             loss=loss,
             grad_norm=grad_norm,
+            lr=float(self.lr_schedulers[0].get_last_lr()[0]),
             passes_seconds=clock.seconds(started, passes_done) - exchange,
             exchange_seconds=exchange,
             optimizer_seconds=clock.seconds(passes_done, optimizer_done),
+            world_size=world_size(),
+            device=self.tree_step.device,
         )
 
     def _count_zeros(self, step: int, grad_norm: float) -> None:

@@ -1,13 +1,7 @@
 """StopController: ends a run early on all ranks, between the same two steps and after a checkpoint.
 
-Before each step, ranks reduce their counts. The reduction also carries a *notice* of each rank, and all ranks
-follow the largest:
-
-    NONE          run the step
-    CHECKPOINT    write a checkpoint first, because checkpoint.minutes have passed
-    SIGNAL + n    signal number n arrived: write a checkpoint and end the run
-    REFUSED       a rank has no input for the step, because its data are wrong: write a checkpoint and end
-                  the run with an error
+Before each step, ranks reduce their counts (inputs.py). The reduction also carries a ``Notice`` of each rank,
+and all ranks follow the largest.
 """
 
 from __future__ import annotations
@@ -18,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from signal import Signals as SignalName
-from typing import Any, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 from torch import nn
@@ -26,7 +20,7 @@ from torch import nn
 from titan_tree.distributed.agreement import check_weights
 from titan_tree.distributed.collectives import rank, world_size
 from titan_tree.distributed.faults import failures_named, set_timeout, start_timeout
-from titan_tree.engine.step_io import GlobalSizes, StepInput, all_reduce_counts
+from titan_tree.engine.step_io import StepInput
 from titan_tree.errors import AgreedError, LostRankError, UserError
 from titan_tree.run.checkpoint import Checkpoints, Progress
 from titan_tree.run.config import Config
@@ -34,9 +28,30 @@ from titan_tree.signals import Interrupted, Signals
 
 logger = logging.getLogger(__name__)
 
-NONE, CHECKPOINT, SIGNAL, REFUSED = 0, 1, 100, 1000
 SHOWN_PATHS = 4  # paths that a message names
-SynchronizedInput = tuple[StepInput, dict[str, Any], GlobalSizes]
+
+
+class Notice(NamedTuple):
+    """What a rank asks of all ranks before a step. The first field that is set decides.
+
+    Attributes:
+        is_refused: the rank has no input for the step, or cannot log: write a checkpoint and end the run with
+            an error.
+        signal: number of a signal that arrived: write a checkpoint and end the run. 0: none.
+        is_checkpoint_due: write a checkpoint first, because checkpoint.minutes have passed.
+    """
+
+    is_refused: bool = False
+    signal: int = 0
+    is_checkpoint_due: bool = False
+
+    def code(self) -> int:
+        """Returns a number that is larger for a notice that precedes others."""
+        return self.is_refused << 8 | self.signal << 1 | self.is_checkpoint_due
+
+    @classmethod
+    def of(cls, code: int) -> Notice:
+        return cls(bool(code >> 8), code >> 1 & 127, bool(code & 1))
 
 
 class StopController:
@@ -58,34 +73,33 @@ class StopController:
         self._running: StepInput | None = None
         self._error_of_this_rank: UserError | None = None
 
-    def synchronized_inputs(
-        self, inputs: Iterator[tuple[StepInput, dict[str, Any]]]
-    ) -> Iterator[SynchronizedInput]:
-        """Yields (input, position, sizes of all ranks) as soon as all ranks are ready to run the next step.
+    def notice(self, step_input: StepInput, refused: UserError | None) -> Notice:
+        """Returns this rank's notice before a step.
 
-        Ranks sum the counts of each step and exchange their notices in the same reduction.
+        Args:
+            step_input: the rank's input. Messages of failures name its paths.
+            refused: why the rank has no input.
+        """
+        self._running = step_input
+        self._error_of_this_rank = refused or self._error_of_this_rank
+        minutes = self.config.checkpoint.minutes
+        waited = time.monotonic() - self._saved_at
+        is_due = minutes is not None and waited >= 60 * minutes
+        return Notice(self._error_of_this_rank is not None, self.signals.received, is_due and rank() == 0)
+
+    def follow(self, notice: Notice) -> None:
+        """Does what the largest notice of all ranks asks. Collective.
 
         Raises:
             Interrupted: a rank received a signal.
-            AgreedError: the data of a rank are wrong.
+            AgreedError: the data of a rank are wrong, or it cannot log.
         """
-        while True:
-            error = self._error_of_this_rank
-            try:
-                if (item := next(inputs, None)) is None:
-                    return
-            except UserError as refused:
-                item, error = (StepInput.nothing(), {}), refused
-            step_input, position = item
-            self._running = step_input
-            sizes = all_reduce_counts(step_input, self._notice(error), position.pop("checksum", None))
-            if sizes.notice == REFUSED:
-                raise AgreedError(_first_message(error))
-            if sizes.notice >= SIGNAL:
-                self._stop(sizes.notice - SIGNAL)
-            if sizes.notice == CHECKPOINT:
-                self.save(due=True)
-            yield step_input, position, sizes
+        if notice.is_refused:
+            raise AgreedError(_first_message(self._error_of_this_rank))
+        if notice.signal:
+            self._stop(notice.signal)
+        if notice.is_checkpoint_due:
+            self.save(due=True)
 
     def save(self, due: bool = False) -> None:
         """Writes a checkpoint of the current step if the interval says so, or if it is ``due``."""
@@ -94,7 +108,7 @@ class StopController:
 
     @contextmanager
     def logging(self) -> Iterator[None]:
-        """Keeps rank 0's error of a logger until ``synchronized_inputs`` tells all ranks."""
+        """Keeps rank 0's error of a logger until the next ``notice`` tells all ranks."""
         try:
             yield
         except OSError as error:
@@ -151,16 +165,6 @@ class StopController:
             self.save(due=True)
             self.checkpoints.close()
             raise type(error)(f"{error}; {self._what_next()}") from None
-
-    def _notice(self, error: UserError | None) -> int:
-        if error is not None:
-            return REFUSED
-        if self.signals.received:
-            return SIGNAL + self.signals.received
-        minutes = self.config.checkpoint.minutes
-        waited = time.monotonic() - self._saved_at
-        is_due = minutes is not None and waited >= 60 * minutes
-        return CHECKPOINT if is_due and rank() == 0 else NONE
 
     def _stop(self, number: int) -> NoReturn:
         self.save(due=True)

@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,13 +61,13 @@ from titan_tree.run.build import (
 from titan_tree.run.checkpoint import Checkpoints, Progress, export_results
 from titan_tree.run.config import Config
 from titan_tree.run.folder import RunFolder, describe_data, introduction, summary
-from titan_tree.run.memory_check import check_memory
+from titan_tree.run.inputs import SynchronizedInput, next_input, synchronized_inputs
 from titan_tree.run.metrics import Loggers, step_values, validation_values
 from titan_tree.run.metrics.loggers import LOGGERS
-from titan_tree.run.model_setup import build_parallel_model, describe_architecture
+from titan_tree.run.model_setup import build_parallel_model, check_memory, describe_architecture
 from titan_tree.run.optimizer_step import OptimizerStep
 from titan_tree.run.rank_facts import check_ranks
-from titan_tree.run.stopping import StopController, SynchronizedInput
+from titan_tree.run.stopping import StopController
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -76,12 +76,12 @@ SAMPLE_TOKENS = 200  # tokens of the sample that a run logs at its start
 COUNTED_BYTES = 256e6  # data files up to this size are read once before training, to log their sizes
 
 
-def in_background(function: Callable[[], T]) -> Callable[[], T]:
-    """Starts a function in a thread, and returns a function that waits for its result."""
+def in_background(function: Callable[[], T]) -> Future[T]:
+    """Starts a function in a thread."""
     thread = ThreadPoolExecutor(1)
     future = thread.submit(function)
     thread.shutdown(wait=False)
-    return future.result
+    return future
 
 
 class Trainer:
@@ -110,6 +110,7 @@ class Trainer:
     # The data.
     tokenizer: TreeTokenizer | None
     dataset: TreeDataset
+    _data_state: Future[dict[str, object]] | None  # see ``data_state``; None without checkpoints
     validation_inputs: list[StepInput]  # kept in host memory; empty without validation files
     data_sizes: DataSizes | None  # None: not counted
 
@@ -173,7 +174,7 @@ class Trainer:
         self.stopping = StopController(config, self.model, self.checkpoints, self.progress, self.num_steps)
         if self.balancing and "balance" in self.progress.data:
             self.balancing.load_state_dict(self.progress.data["balance"])
-        self._data_state = in_background(self.data_state) if config.checkpoint.interval else dict
+        self._data_state = in_background(self.data_state) if config.checkpoint.interval else None
         self.loggers = self.folder.open_loggers(self.progress.step, self.num_steps)
         self.optimizer_step = OptimizerStep(
             tree_step=self.tree_step,
@@ -276,23 +277,24 @@ class Trainer:
     def inputs(self) -> Iterator[SynchronizedInput]:
         """Starts to make the inputs of the remaining steps, and returns an iterator over them.
 
-        It yields (input, position, sizes of all ranks), and raises what ends the run early. The position is
-        the state of the dataset after the step. The dataset runs ahead of
-        training, so a checkpoint stores this position instead of the dataset's.
+        It yields (input, position, counts of all ranks), and raises what ends the run early. The position is
+        the state of the dataset after the step. The dataset runs ahead of training, so a checkpoint stores
+        this position instead of the dataset's.
         """
         done = self.progress.step
         loader = build_step_loader(
             self.config, self.tree_step, self.dataset, self.num_steps - done, self.balancing, done
         )
-        return self.stopping.synchronized_inputs(iter(loader))
+        return synchronized_inputs(iter(loader), self.stopping)
 
     def train_step(self, inputs: Iterator[SynchronizedInput]) -> None:
         """Runs one optimizer step on the next of ``inputs``, and logs it if it is due."""
         started = time.perf_counter()
         step = self.progress.step + 1
-        step_input, position, sizes = next_input(inputs, step, self.num_steps)
-        report = self.optimizer_step.run(step, step_input, sizes, epoch=position["epoch"], started=started)
-        self.progress.step, self.progress.data = step, self._data_state() | position
+        step_input, position, total = next_input(inputs, step, self.num_steps)
+        report = self.optimizer_step.run(step, step_input, total, epoch=position["epoch"], started=started)
+        data_state = self._data_state.result() if self._data_state else {}
+        self.progress.step, self.progress.data = step, data_state | position
         if self.balancing:
             self.progress.data["balance"] = self.balancing.state_dict()
         if report is not None:
@@ -324,13 +326,6 @@ class Trainer:
         logger.info("checkpoint: %s", self.checkpoints.newest() or "none (checkpoint.interval = 0)")
         if "csv" in self.config.metrics.loggers:
             logger.info("curves: %s/metrics.csv", self.config.folder)
-
-
-def next_input(inputs: Iterator[SynchronizedInput], step: int, num_steps: int) -> SynchronizedInput:
-    """Returns the input of a step. Raises AgreedError if there is none."""
-    for ready in inputs:
-        return ready
-    raise AgreedError(f"data.files: they end before step {step} of {num_steps}; check that they are complete")
 
 
 def score_validation(tree_step: TreeStep, inputs: Sequence[StepInput]) -> dict[str, float]:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titan_tree.data.advantages import MAX_REWARD, ONCE
-from titan_tree.data.turns import ADVANTAGES, Turns
+from titan_tree.data.settings import ADVANTAGES
+from titan_tree.data.turns import Turns
 from titan_tree.tree.paths import TokenPath
 from titan_tree.xray.segments import Segments
 

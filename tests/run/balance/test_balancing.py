@@ -19,10 +19,10 @@ from tests.support.processes import as_rank, process_group, run_ranks
 from tests.support.same_run import assert_same_run
 from tests.support.tiny_run import read_metrics, tiny_config, train, write_config
 from titan_tree.data.dataset import TreeDataset
-from titan_tree.engine.exchange_timer import ExchangeTimer
+from titan_tree.engine.device_clock import DeviceClock
 from titan_tree.errors import AgreedError
 from titan_tree.run.balance import balancing
-from titan_tree.run.balance.work_timer import WorkTimer
+from titan_tree.run.balance.balancing import WorkTimer
 from titan_tree.run.checkpoint.storage import read_manifest
 from titan_tree.run.config import Config
 
@@ -147,10 +147,10 @@ def test_a_bad_line_ends_all_ranks(tmp_path: Path) -> None:
 
 
 class DyingDataset(TreeDataset):
-    def _own_trees(self, batch: Any) -> Any:
+    def own_trees(self, batch: Any) -> Any:
         if self.group > 3:  # in the second step
             os.kill(os.getpid(), signal.SIGKILL)
-        return super()._own_trees(batch)
+        return super().own_trees(batch)
 
 
 def lose_a_worker(rank: int, ports: list[int], folder: Path) -> None:
@@ -195,7 +195,7 @@ def time_sharded_layers(rank: int, ports: list[int]) -> None:
             weights = layer._get_fsdp_state()._fsdp_param_group  # type: ignore[operator,union-attr]
             wait = weights.wait_for_unshard
             weights.wait_for_unshard = lambda wait=wait: (time.sleep(0.1), wait())
-        exchange = ExchangeTimer(model, torch.device("cpu"))
+        exchange = DeviceClock(torch.device("cpu"), model)
         timer = WorkTimer(model, torch.device("cpu"))
         model(torch.zeros(1, 2)).sum().backward()
         exchange.start()
@@ -206,9 +206,9 @@ def time_sharded_layers(rank: int, ports: list[int]) -> None:
             assert time.perf_counter() - started > 0.48
         timer.stop()
         exchange.stop()
-        assert 0.8 <= exchange.seconds() < 1.0
+        assert 0.8 <= exchange.exchange_seconds() < 1.0
         model(torch.zeros(1, 2))
-        assert exchange.seconds() < 1.0
+        assert exchange.exchange_seconds() < 1.0
         assert len(passes := timer.seconds()) == 2
         assert all(0.08 <= seconds < 0.16 for seconds in passes), passes
 

@@ -67,7 +67,10 @@ def test_bytes_of_any_length_reach_every_rank(store: dist.TCPStore) -> None:
     def run(address: DataAddress) -> None:
         group, rank = DataGroup(address, 0), address.rank
         for _ in range(2):
-            assert group.gather(lambda: content(rank, 7)) == [content(r, 7) for r in range(3)]
+            assert group.gather(lambda: rank, lambda r: content(r, 7)) == (
+                rank,
+                [content(r, 7) for r in range(3)],
+            )
             parts = group.exchange([content(rank, r) for r in range(3)])
             assert parts == [content(r, rank) for r in range(3)]
 
@@ -83,7 +86,7 @@ def test_an_error_of_one_rank_reaches_all(store: dist.TCPStore) -> None:
 
         group = DataGroup(address, 0)
         with pytest.raises(UserError) as error:
-            group.gather(make)
+            group.gather(make, bytes)
         assert not isinstance(error.value, LostRankError)
         return str(error.value)
 
@@ -98,13 +101,13 @@ def test_a_lost_rank_is_one_line(store: dist.TCPStore, hangs: bool, reason: str)
 
     def run(address: DataAddress) -> None:
         group = DataGroup(dataclasses.replace(address, timeout_s=0.5), 3)
-        group.gather(bytes)
+        group.gather(bytes, bytes)
         if address.rank:
             time.sleep(3 * hangs)
             return
         started = time.monotonic()
         with pytest.raises(LostRankError, match=rf"rank 0: data worker 3 cannot .*: .*{reason}.*; the data"):
-            group.gather(bytes)
+            group.gather(bytes, bytes)
         assert time.monotonic() - started < 3
 
     on_ranks(store, 2, run)
@@ -119,7 +122,7 @@ def test_workers_wait_for_costs_and_get_the_same_bits(store: dist.TCPStore) -> N
             address.publish_costs(4, costs)
         group = DataGroup(address, 0)
         assert TreeCosts(*group.costs(4)) == costs
-        group.gather(bytes)  # the other rank may still be connecting
+        group.gather(bytes, bytes)  # the other rank may still be connecting
 
     on_ranks(store, 2, run)
 
@@ -136,12 +139,11 @@ def shared_steps(
         ranks_per_owner=ranks_per_owner,
         splits=splits,
     )
-    sharing.join(0)
     data = tree_dataset(file, allow_larger=True, rank=address.rank, world_size=address.num_ranks, **options)
     read: list[Any] = []
     paths = data.reader.paths
     data.reader.paths = lambda group: (read.append(group), paths(group))[1]  # type: ignore[method-assign]
-    return list(data.steps(NUM_STEPS, sharing=sharing)), len(read)
+    return list(sharing.steps(data, NUM_STEPS)), len(read)
 
 
 def reference(file: Path, options: dict[str, Any], num_owners: int) -> Iterator[list[MicroBatches]]:

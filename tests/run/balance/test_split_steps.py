@@ -29,7 +29,15 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3_5": lambda: hybrid_model(tied=True, dtype=DTYPE),
 }
 # Counts that grow with the tokens that pieces repeat, or with the number of passes.
-REPEATED = {"executed_tokens", "split_tokens", "scored_edges", "forwards", "flops", "gateway_bytes"}
+REPEATED = {
+    "executed_tokens",
+    "split_tokens",
+    "scored_edges",
+    "forwards",
+    "flops",
+    "gateway_bytes",
+    *("max_micro_batches", "max_partitions", "chain_peak"),
+}
 
 
 class ExactLoss(TreeLoss):

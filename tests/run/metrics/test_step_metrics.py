@@ -30,6 +30,7 @@ COUNTS = StepCounts(
     flops=6e12,
     replayed_token_layers=0,
     disagreeing_token_layers=0,
+    chain_peak=30,
 )
 RESULT = StepResult(
     loss=torch.tensor(0.5),
@@ -39,7 +40,6 @@ RESULT = StepResult(
     counts=COUNTS,
     extra_forward_tokens=torch.tensor(7),
     dummy_forwards=torch.tensor(1),
-    chain_peak=30,
 )
 REPORT = StepReport(
     result=RESULT,

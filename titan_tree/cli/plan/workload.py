@@ -15,7 +15,7 @@ import numpy as np
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.packing import MicroBatches, shuffled
 from titan_tree.data.sample_reader import SampleReader
-from titan_tree.engine.step_io import StepCounts, StepInput, StepPreparer
+from titan_tree.engine.step_io import PrepareStep, StepCounts, StepInput
 from titan_tree.run.balance.splitting import StepBalancer
 from titan_tree.run.config import Config
 from titan_tree.tree.batch import TokenShard, TreeBatch
@@ -66,7 +66,7 @@ class OwnerSizes:
         micro_batches = [
             [PassSizes.of(batch, num_ranks) for batch in batches] for batches in step.micro_batches
         ]
-        return cls(micro_batches, step.chain_peak, step.counts)
+        return cls(micro_batches, step.counts.chain_peak, step.counts)
 
     @property
     def passes(self) -> list[PassSizes]:
@@ -96,13 +96,13 @@ def take_sample(reader: SampleReader, number: int) -> int:
 
 
 def sample_steps(
-    config: Config, sample: SampleReader, preparer: StepPreparer, costs: TreeCosts, gpus: int, num_steps: int
+    config: Config, sample: SampleReader, prepare: PrepareStep, costs: TreeCosts, gpus: int, num_steps: int
 ) -> list[StepSizes]:
     """Returns the first steps of a run on ``gpus`` GPUs.
 
     Args:
         sample: groups that are read again and again, as in the epochs of a run.
-        preparer: makes the inputs of the run's ``TreeStep``, for whole batches.
+        prepare: makes the inputs of the run's ``TreeStep``, for whole batches.
         costs: costs by which trees are balanced.
     Raises:
         UserError: malformed data, or a tree that is too large.
@@ -122,9 +122,7 @@ def sample_steps(
         by_step = (_balanced(balancer, step) for step in steps(0, 1))
     else:
         by_step = zip(*(steps(owner, num_owners) for owner in range(num_owners)), strict=True)
-    return [
-        [OwnerSizes.of(preparer(trees), parallel.sequence_parallel) for trees in step] for step in by_step
-    ]
+    return [[OwnerSizes.of(prepare(trees), parallel.sequence_parallel) for trees in step] for step in by_step]
 
 
 def _balanced(balancer: StepBalancer, micro_batches: MicroBatches) -> list[MicroBatches]:

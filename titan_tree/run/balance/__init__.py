@@ -4,6 +4,5 @@ assignment.py     trees -> ranks and micro-batches of even cost
 splitting.py      divides trees that are too large for an even assignment into pieces
 sharing.py        BalancedSharing: ranks read different groups and send each tree to its owner
 data_group.py     the processes that make the same steps on all ranks
-work_timer.py     measures the work of a rank without its waits
-balancing.py      Balancing: the costs of a run, first estimated and then fitted
+balancing.py      Balancing: the costs of a run, first estimated and then fitted to measured work
 """

@@ -18,15 +18,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from titan_tree.distributed.collectives import call_on_rank_0
-from titan_tree.engine.step_io import GlobalSizes, StepInput
+from titan_tree.engine.device_clock import DeviceClock, Mark
+from titan_tree.engine.step_io import StepCounts, StepInput
 from titan_tree.errors import UserError, shorten
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.run.balance.assignment import idle_share
 from titan_tree.run.balance.data_group import DataAddress
 from titan_tree.run.balance.sharing import BalancedSharing
-from titan_tree.run.balance.work_timer import WorkTimer
 from titan_tree.tree.costs import TreeCosts
 
 FIT_STEPS = 64  # steps that are measured; more than any rank makes ahead of training
@@ -96,7 +98,7 @@ class Balancing:
             self.timer.start()
 
     def finish_step(
-        self, step: int, step_input: StepInput, sizes: GlobalSizes, is_good: bool
+        self, step: int, step_input: StepInput, total: StepCounts, is_good: bool
     ) -> dict[str, float]:
         """Measures a step, and fits the costs if it is time to. The device must have finished the step.
 
@@ -111,7 +113,7 @@ class Balancing:
         if self.timer:
             self.timer.stop()
         if is_good:
-            work = self._gather(step_input, sizes)  # [ranks, rounds, 6]
+            work = self._gather(step_input, total)  # [ranks, rounds, 6]
             values["planned_idle_share"] = idle_share(self._costs_of(step).seconds(work[..., 1:]))
             if self.timer:
                 values["idle_share"] = idle_share(work[..., 0])
@@ -146,13 +148,13 @@ class Balancing:
         self.fit_step = int(finite_array("fit_step", fit_step, ()))
         self.fit.load_state_dict(state.get("fit") or {})
 
-    def _gather(self, step_input: StepInput, sizes: GlobalSizes) -> np.ndarray:
+    def _gather(self, step_input: StepInput, total: StepCounts) -> np.ndarray:
         """Returns [ranks, rounds, 6]: seconds of work, four sizes and the number of passes of each round.
 
         A round is a micro-batch. If ranks run freely, the whole step is one round.
         """
-        is_free = sizes.is_partitioned and not self.expert_parallel
-        work = torch.zeros(1 if is_free else sizes.max_micro_batches, 6, dtype=torch.float64)
+        is_free = total.is_partitioned and not self.expert_parallel
+        work = torch.zeros(1 if is_free else total.max_micro_batches, 6, dtype=torch.float64)
         for i, sizes_of_batch in enumerate(step_input.micro_batch_sizes):
             work[0 if is_free else i, 1:] += torch.tensor(sizes_of_batch)
         # The count passes of all micro-batches may come before the train passes.
@@ -174,6 +176,73 @@ class Balancing:
         assert self._address is not None
         if dist.get_rank() == 0:
             self._address.publish_costs(version, costs)
+
+
+class WorkTimer:
+    """Measures how long the forward passes of a rank take between ``start`` and ``stop``, without its waits.
+
+    Before a block runs, FSDP2 gathers its weights. The device then waits for the slowest rank. The timer
+    measures and subtracts these waits. The backward pass is not measured: its work is nearly proportional to
+    that of the forward pass.
+
+    Args:
+        model: sharded by FSDP2. Its ``layers`` are the units of sharding.
+        device: the model's device.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._clock = DeviceClock(device)
+        self._is_on = self._is_in_pass = False
+        # For each pass: its start, the start and the end of each wait, and its end.
+        self._passes: list[list[Mark]] = []
+        # FSDP2's hooks of the model come first, so the model's own weights are there when the pass starts.
+        model.register_forward_pre_hook(lambda *_: self._begin())
+        model.register_forward_hook(lambda *_: self._end())
+        for block in model.get_submodule("layers").children():
+            assert isinstance(block, FSDPModule)
+            self._measure_waits(block)
+
+    def _measure_waits(self, block: FSDPModule) -> None:
+        # Hooks of the block itself would be compiled into its graph.
+        weights: Any = block._get_fsdp_state()._fsdp_param_group
+        wait = weights.wait_for_unshard
+
+        def timed_wait() -> None:
+            self._mark()
+            wait()
+            self._mark()
+
+        weights.wait_for_unshard = timed_wait
+
+    def start(self) -> None:
+        """Measures all forward passes from now on. Forgets those before."""
+        self._passes, self._is_on = [], True
+
+    def stop(self) -> None:
+        self._is_on = False
+
+    def seconds(self) -> list[float]:
+        """Returns the work of each measured pass. The device must have finished them."""
+        return [self._seconds(marks) for marks in self._passes]
+
+    def _begin(self) -> None:
+        if self._is_on:
+            self._is_in_pass = True
+            self._passes.append([])
+            self._mark()
+
+    def _end(self) -> None:
+        self._mark()
+        self._is_in_pass = False
+
+    def _mark(self) -> None:
+        if self._is_in_pass:  # FSDP2 gathers weights in the backward pass, too
+            self._passes[-1].append(self._clock.mark())
+
+    def _seconds(self, marks: list[Mark]) -> float:
+        begin, *waits, end = marks
+        waited = sum(map(self._clock.seconds, waits[::2], waits[1::2]))
+        return self._clock.seconds(begin, end) - waited
 
 
 # Relative weight of the start values against the measurements, which cannot tell tokens from edges if all

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from torch import Tensor
 from titan_tree.distributed.collectives import call_on_rank_0
 from titan_tree.distributed.faults import is_lost_rank, lost_rank_reason
 from titan_tree.errors import LostRankError, UserError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +95,16 @@ class DataGroup:
             group = dist.ProcessGroupGloo(store, address.rank, address.num_ranks, timeout)
         self._gloo: Any = group  # torch's stubs lack its collectives
 
-    def gather(self, make: Callable[[], bytes]) -> list[bytes]:
-        """Calls ``make`` on every rank and returns the results of all, by rank.
+    def gather(self, make: Callable[[], T], encode: Callable[[T], bytes]) -> tuple[T, list[bytes]]:
+        """Calls ``make`` on every rank. Returns this rank's result, and those of all ranks, encoded, by rank.
 
         Raises:
             UserError: ``make`` raised it on some rank. All ranks raise the error of the first such rank.
         """
+        result: T | None = None
         try:
-            message = b"\0" + make()
+            result = make()
+            message = b"\0" + encode(result)
         except UserError as error:
             message = b"\1" + str(error).encode()
         if self._steps == self.address.start_steps:
@@ -111,7 +115,7 @@ class DataGroup:
         for part in parts:
             if part[:1] == b"\1":
                 raise UserError(part[1:].decode())
-        return [part[1:] for part in parts]
+        return cast(T, result), [part[1:] for part in parts]
 
     def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
         """Sends ``parts[r]`` to rank r, and returns what each rank has sent to this one."""

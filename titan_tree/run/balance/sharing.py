@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 
 import numpy as np
 
-from titan_tree.data.dataset import TreeSharing
+from titan_tree.data.data_files import Group
+from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.packing import MicroBatches
 from titan_tree.data.tree_bytes import tree_from_bytes, tree_to_bytes
 from titan_tree.run.balance.data_group import DataAddress, DataGroup
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class BalancedSharing(TreeSharing):
+class BalancedSharing:
     """Shares the trees of steps among ranks, balanced by their costs. It can be pickled until ``join``.
 
     Args:
@@ -52,11 +53,29 @@ class BalancedSharing(TreeSharing):
     _group: DataGroup | None = field(default=None, init=False)
     _logged: set[str] = field(default_factory=set, init=False)
 
+    def steps(
+        self, dataset: TreeDataset, number: int, first: int = 0, stride: int = 1
+    ) -> Iterator[MicroBatches]:
+        """Yields this rank's micro-batches of the same steps as ``TreeDataset.steps``, in worker ``first``.
+
+        Each rank reads every ``world_size``-th group of a global batch. Workers of other ranks that still
+        wait for this one when it ends get an error.
+        """
+        self.join(first)
+        try:
+            for step, groups in dataset.batches(number, first, stride):
+                yield self._of_groups(step, dataset, groups)
+        finally:
+            self._group = None
+
     def join(self, worker: int) -> None:
+        """Joins the workers with this number on all ranks. Waits until all have joined."""
         self._group = DataGroup(self.address, worker)
 
-    def leave(self) -> None:
-        self._group = None
+    def _of_groups(self, step: int, dataset: TreeDataset, groups: Sequence[Group]) -> MicroBatches:
+        if dataset.config.merge == "group":
+            return self.own_micro_batches(step, lambda: dataset.own_trees(groups))
+        return self._choose(step, dataset.merged(self._all_paths(lambda: dataset.own_paths(groups))))
 
     def own_micro_batches(self, step: int, read: Callable[[], list[TokenTree]]) -> MicroBatches:
         """Returns this rank's micro-batches of a step whose trees are on different ranks.
@@ -66,16 +85,9 @@ class BalancedSharing(TreeSharing):
             read: returns the trees that this rank reads. If it raises a UserError, all ranks raise it.
         """
         assert self._group is not None
-        trees: list[TokenTree] = []
-
-        def sizes() -> bytes:
-            trees.extend(read())
-            return tree_sizes(trees).tobytes()
-
         rank, num_ranks = self.address.rank, self.address.num_ranks
-        by_rank = [
-            np.frombuffer(part, np.int64).reshape(-1, len(SIZES)) for part in self._group.gather(sizes)
-        ]
+        trees, sizes = self._group.gather(read, lambda trees: tree_sizes(trees).tobytes())
+        by_rank = [np.frombuffer(part, np.int64).reshape(-1, len(SIZES)) for part in sizes]
         first = sum(map(len, by_rank[:rank]))  # the number of this rank's first tree
         read_here = dict(enumerate(trees, start=first))
         assigned = self._assign(step, np.concatenate(by_rank), read_here, self._leaves_of_all)
@@ -98,7 +110,7 @@ class BalancedSharing(TreeSharing):
             units |= {i: tree_from_bytes(content) for i, content in pickle.loads(part).items()}
         return self._pick(assigned, units)
 
-    def all_paths(self, read: Callable[[], list[list[TokenPath]]]) -> list[TokenPath]:
+    def _all_paths(self, read: Callable[[], list[list[TokenPath]]]) -> list[TokenPath]:
         """Returns the paths of all groups of a step, in the order of the groups.
 
         Args:
@@ -106,14 +118,15 @@ class BalancedSharing(TreeSharing):
         """
         assert self._group is not None
 
-        def groups() -> bytes:
-            return pickle.dumps([tree_to_bytes(TokenTree.from_paths(p)) if p else b"" for p in read()])
+        def encode(groups: list[list[TokenPath]]) -> bytes:
+            return pickle.dumps([tree_to_bytes(TokenTree.from_paths(p)) if p else b"" for p in groups])
 
-        by_rank = map(pickle.loads, self._group.gather(groups))
+        by_rank = map(pickle.loads, self._group.gather(read, encode)[1])
         in_order = chain.from_iterable(zip_longest(*by_rank, fillvalue=b""))
         return [path for content in in_order if content for path in tree_from_bytes(content).paths]
 
-    def choose(self, step: int, trees: Sequence[TokenTree]) -> MicroBatches:
+    def _choose(self, step: int, trees: Sequence[TokenTree]) -> MicroBatches:
+        """Returns this rank's micro-batches of a step whose trees are the same on all ranks."""
         numbered = dict(enumerate(trees))
         assigned = self._assign(step, tree_sizes(trees), numbered, lambda leaves: leaves)
         return self._pick(assigned, assigned.units(numbered))

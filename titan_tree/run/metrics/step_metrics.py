@@ -32,15 +32,16 @@ class StepReport:
     loss: float
     grad_norm: float  # before clipping
     lr: float  # learning rate of the step
-    epoch: int  # index of the epoch of the step's last group, from 0
-    seconds: float  # wall-clock time of the step
-    # The parts of this time on this rank's device: forward and backward passes; waits for FSDP2 within them;
+    # Seconds of this rank's device: forward and backward passes; waits for FSDP2 within them;
     # gradient norm, clipping and optimizer.
     passes_seconds: float
     exchange_seconds: float
     optimizer_seconds: float
     world_size: int  # number of ranks
     device: torch.device  # device of this rank
+    # What is known only at the end of the step.
+    epoch: int = 0  # index of the epoch of the step's last group, from 0
+    seconds: float = 0.0  # wall-clock time of the step
     validation: Mapping[str, float] = field(default_factory=dict)  # loss and accuracy, if the step validated
     balance: Mapping[str, float] = field(default_factory=dict)  # see balance/balancing.py; empty on one rank
     rollouts: Mapping[str, float] = field(default_factory=dict)  # see rl/; empty unless the step samples them
