@@ -1,6 +1,8 @@
 """The everyday suite keeps its budget, and everything else runs with ``--all``."""
 
+import ast
 import inspect
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,3 +93,39 @@ def test_a_loop_over_cases_names_the_one_that_fails(tmp_path: Path) -> None:
         test(tmp_path=tmp_path)
     assert seen == [("case0", "a", 2), ("case1", "a", 3)]
     assert error.value.__notes__ == ["in case 1: number = 3, square = 6", "in case 0: word = 'a'"]
+
+
+def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """Returns the nodes of a function, without those of functions inside it."""
+    for node in ast.iter_child_nodes(function):
+        if not isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
+            yield node
+            yield from own_nodes(node)
+
+
+def is_assertion(node: ast.AST) -> bool:
+    """Returns whether a node is an assert statement, or a call such as pytest.raises or assert_same(...)."""
+    called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+    return (
+        isinstance(node, ast.Assert) or called.startswith("assert_") or called in ("raises", "fail", "skip")
+    )
+
+
+def early_returns(source: str) -> list[str]:
+    """Returns the tests that can return before they assert anything. Such a case tests nothing."""
+    found = []
+    for test in ast.walk(ast.parse(source)):
+        if isinstance(test, ast.FunctionDef) and test.name.startswith("test_"):
+            nodes = list(own_nodes(test))
+            first = min((node.lineno for node in nodes if is_assertion(node)), default=test.end_lineno or 0)
+            if any(isinstance(node, ast.Return) and node.lineno < first for node in nodes):
+                found.append(test.name)
+    return found
+
+
+def test_no_test_returns_before_it_asserts() -> None:
+    assert early_returns("def test_a(x):\n    if x:\n        return\n    assert x\n") == ["test_a"]
+    assert early_returns("def test_b(x):\n    assert x\n    if x:\n        return\n    assert 1\n") == []
+    folder = Path(__file__).parent
+    found = {path.name: early_returns(path.read_text()) for path in folder.rglob("test_*.py")}
+    assert {name: tests for name, tests in found.items() if tests} == {}

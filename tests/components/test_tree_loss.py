@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ import torch
 from tests.support.cases import for_each
 from tests.support.oracle import once_weights
 from tests.support.partitions import RandomCuts
+from tests.support.policy_losses import gspo, ppo
 from titan_tree.components.tree_loss.corrections import KLPenalty
 from titan_tree.components.tree_loss.loss import TreeLoss, register_loss
 from titan_tree.components.tree_loss.settings import LOSSES, Reduction
@@ -53,39 +54,55 @@ def edge_table(batch: TreeBatch) -> dict[tuple[int, ...], int]:
     return {prefix[target]: edge for edge, target in enumerate(targets)}
 
 
-def plain_loss(name: str, logp: torch.Tensor, path: TokenPath) -> list[torch.Tensor]:
-    """Returns the token losses of one path by their definition, with constants as Python floats."""
-    out = []
-    whole = torch.zeros((), dtype=torch.float64)  # gspo: mean log-ratio of the path
-    if name == "gspo" and path.loss_mask[1:].sum():
-        for t in range(1, len(path)):
-            whole = whole + float(path.loss_mask[t]) * (logp[t - 1] - float(path.old_logprobs[t]))
-        whole = whole / float(path.loss_mask[1:].sum())
-    for t in range(1, len(path)):
-        new = logp[t - 1]
-        if name == "sft":
-            out.append(-new)
-            continue
-        advantage = float(path.advantage[t])
-        if name == "reinforce":
-            out.append(-advantage * new)
-            continue
-        ratio = torch.exp(whole if name == "gspo" else new - float(path.old_logprobs[t]))
-        low, high = ratio * advantage, ratio.clamp(0.9, 1.3) * advantage
-        loss = -(low if low <= high else high)
-        if name == "grpo":
-            difference = float(path.ref_logprobs[t]) - new
-            loss = loss + 0.1 * (torch.exp(difference) - difference - 1)
-        out.append(loss)
-    return out
+def edges_of(path: TokenPath, table: dict[tuple[int, ...], int]) -> list[int]:
+    """Returns the edges into the tokens of a path, found in an ``edge_table``."""
+    tokens = path.tokens.tolist()
+    return [table[tuple(tokens[: t + 1])] for t in range(1, len(tokens))]
 
 
 CLIP = {"clip_low": 0.1, "clip_high": 0.3}
 OPTIONS = {"ppo": CLIP, "gspo": CLIP, "grpo": CLIP | {"kl": KLPenalty(0.1)}}
 
+# Name -> token losses [T - 1] of a path. n, o, f: new, old and reference log-probs, A: advantages, m: mask
+TOKEN_LOSSES = {
+    "sft": lambda n, o, f, A, m: -n,
+    "reinforce": lambda n, o, f, A, m: -A * n,
+    "ppo": lambda n, o, f, A, m: ppo(n, o, A, 0.1, 0.3),
+    "grpo": lambda n, o, f, A, m: ppo(n, o, A, 0.1, 0.3) + 0.1 * ((f - n).exp() - (f - n) - 1),
+    "gspo": lambda n, o, f, A, m: gspo(n, o, A, m, 0.1, 0.3),
+}
+
+# Name -> factors of a path's token losses, and what the path adds to Z. w: weight, m: mask, M: the sum of the
+# masks of all paths of its rollout
+REDUCTIONS = {
+    "path_mean": lambda w, m, M: (w * m, w),
+    "token_mean": lambda w, m, M: (w * m, w * m.sum()),
+    "path_token_mean": lambda w, m, M: (w * m / (m.sum() or 1), w),
+    "rollout_token_mean": lambda w, m, M: (w * m / (M or 1), w * m.sum() / (M or 1)),
+}
+
+
+def token_factors(
+    reduction: str, trees: list[TokenTree], rollouts: list[list[TokenPath]]
+) -> tuple[list[Any], float]:
+    """Returns the factors of the token losses of every path, without 1 / Z, and Z."""
+    if reduction in COUNT_ONCE:
+        trees_factors, sums = zip(*(once_weights(tree.paths, reduction) for tree in trees), strict=True)
+        return list(itertools.chain(*trees_factors)), sum(sums)
+    counted = {}  # by path of a rollout
+    for rollout in rollouts:
+        counted |= dict.fromkeys(map(id, rollout), sum(path.loss_mask[1:].sum() for path in rollout))
+    paths = [path for tree in trees for path in tree.paths]
+    masks = [path.loss_mask[1:].astype(float) for path in paths]
+    found = [
+        REDUCTIONS[reduction](path.weight, mask, counted.get(id(path), mask.sum()))
+        for path, mask in zip(paths, masks, strict=True)
+    ]
+    return [factors for factors, _ in found], sum(z for _, z in found)
+
 
 @pytest.mark.parametrize("reduction", get_args(Reduction))
-@pytest.mark.parametrize("name", ["sft", "reinforce", "ppo", "grpo", "gspo"])
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
 def test_the_loss_equals_that_of_every_path_alone(name, reduction):
     for seed, edges in itertools.product(range(4), ["all", "loss"]):
         paths = random_paths(seed)
@@ -93,52 +110,32 @@ def test_the_loss_equals_that_of_every_path_alone(name, reduction):
         for rollout in rollouts:
             TokenPath.join_rollout(rollout)
         trees = [TokenTree.from_paths(paths[:5]), TokenTree.from_paths(paths[5:])]
-        once = [once_weights(tree.paths, reduction) for tree in trees]
+        factors, z = token_factors(reduction, trees, rollouts)
         if reduction in COUNT_ONCE:
             for tree in trees:
                 tree.weigh_edges()
         batch = TreeBatch.from_trees(trees)
-        tables = [edge_table(TreeBatch.from_trees([tree])) for tree in trees]
-        offset = len(TreeBatch.from_trees(trees[:1]).edge_label)
         logprobs = (torch.randn(len(batch.edge_label), dtype=torch.float64) - 1).requires_grad_()
+        tables = [edge_table(TreeBatch.from_trees([tree])) for tree in trees]
+        of_tree = logprobs.split([len(table) for table in tables])
 
-        total, weights = torch.zeros((), dtype=torch.float64), 0.0
-        counted, nll = 0.0, 0.0
+        expected, counted, nll = torch.zeros((), dtype=torch.float64), 0.0, 0.0
         for i, path in enumerate(paths):
-            tokens = path.tokens.tolist()
-            table = tables[i >= 5]
-            shift = offset if i >= 5 else 0
-            found = [table[tuple(tokens[: t + 1])] + shift for t in range(1, len(tokens))]
-            token_losses = plain_loss(name, logprobs[found], path)
-            mask = path.loss_mask[1:].tolist()
-            summed = sum((m * x for m, x in zip(mask, token_losses, strict=True)), start=0 * total)
-            if reduction == "path_token_mean":
-                summed = summed / sum(mask) if sum(mask) else summed
-            if reduction == "rollout_token_mean":
-                members = next((r for r in rollouts if any(path is member for member in r)), [path])
-                rollout_size = sum(sum(member.loss_mask[1:].tolist()) for member in members)
-                summed = summed / rollout_size if rollout_size else summed
-                weights += path.weight * (sum(mask) / rollout_size if rollout_size else 0)
-            elif reduction in COUNT_ONCE:
-                coefficients = (once[0][0] + once[1][0])[i]
-                summed = sum(
-                    (c * x for c, x in zip(coefficients, token_losses, strict=True)), start=0 * total
+            if len(path) > 1:
+                new = of_tree[i >= 5][edges_of(path, tables[i >= 5])]
+                old, ref, advantage, mask = (
+                    torch.from_numpy(getattr(path, field)[1:]).double()
+                    for field in ("old_logprobs", "ref_logprobs", "advantage", "loss_mask")
                 )
-                summed = summed / path.weight
-                weights = once[0][1] + once[1][1]
-            elif reduction == "token_mean":
-                weights += path.weight * sum(mask)
-            else:
-                weights += path.weight
-            total = total + path.weight * summed
-            counted += path.weight * sum(mask)
-            nll -= path.weight * sum(m * x.item() for m, x in zip(mask, logprobs[found], strict=True))
-        expected = total / weights
+                losses = TOKEN_LOSSES[name](new, old, ref, advantage, mask)
+                expected = expected + (torch.as_tensor(factors[i]) * losses).sum() / z
+                counted += path.weight * mask.sum().item()
+                nll -= path.weight * (mask * new).sum().item()
         (expected_grad,) = torch.autograd.grad(expected, logprobs)
 
         loss = TreeLoss(name, reduction, **OPTIONS.get(name, {}))
         normalizer = loss.normalizer(paths)
-        assert normalizer == pytest.approx(weights, rel=1e-6)
+        assert normalizer == pytest.approx(z, rel=1e-6)
         scored = logprobs
         if edges == "loss":  # the same edges without those that no path trains on
             full = batch
@@ -211,7 +208,7 @@ def exact_clipped(x: float, advantage: float, low: float, high: float) -> tuple[
     return -ratio * advantage, -ratio * advantage
 
 
-@pytest.mark.parametrize("name", ["sft", "reinforce", "ppo", "grpo", "gspo"])
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
 def test_extreme_ratios_have_the_loss_and_the_gradient_of_their_limit(name):
     log_ratios = (-1e4, -100.0, -0.5, 0.0, 0.05, 0.5, 100.0, 1e4)
     for cell in itertools.product(log_ratios, (-2.0, 0.0, 1.5), (torch.float32, torch.float64)):
@@ -244,7 +241,7 @@ def extreme_ratio(name, x, advantage, dtype):
     return [loss.item(), grad.item()], want, tolerance
 
 
-@pytest.mark.parametrize("name", ["sft", "reinforce", "ppo", "grpo", "gspo"])
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
 def test_a_path_without_weight_changes_nothing_even_if_its_ratio_overflows(name):
     def path(last, **fields):
         return TokenPath([1, 2, last], loss_mask=[0, 0, 1], ref_logprobs=[0, 0, -1], **fields)

@@ -213,6 +213,15 @@ def test_request_and_response_of_responses(tmp_path):
     }
 
 
+def test_calls_of_custom_tools_have_arguments_of_plain_text(tmp_path):
+    call = {"type": "custom_tool_call", "call_id": "1", "name": "f", "input": "x"}
+    result = {"type": "custom_tool_call_output", "call_id": "1", "output": "y"}
+    record = convert(tmp_path, "auto", {"input": [ASK, call, result], "output": [SAYS]})
+    (called,) = record["messages"][1]["tool_calls"]
+    assert (called["id"], called["function"]) == ("1", {"name": "f", "arguments": "x"})
+    assert record["messages"][2] == {"role": "tool", "content": "y", "tool_call_id": "1", "name": "f"}
+
+
 def test_alpaca_with_history(tmp_path):
     row = {
         "instruction": "i",

@@ -17,10 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.support.cases import exhaustive, slow_except
+from tests.support.cases import slow_except
 from tests.support.processes import as_rank, process_group, run_ranks
 from tests.support.same_run import EXPERTS, assert_same_run
-from tests.support.tiny_run import SMALL, read_metrics, tiny_config, train
+from tests.support.tiny_run import read_metrics, tiny_config, train
 from titan_tree.components.moe.layer import Experts
 from titan_tree.components.tree_loss.loss import TreeLoss, register_loss
 from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
@@ -41,26 +41,17 @@ from titan_tree.tree.batch import PathPairs
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
-CUT: dict[str, Any] = {"data__max_tokens": 24}  # one tree fits one forward, and each rank cuts its own
 RECOMPUTE = {"partition__activations": "recompute", "training__activation_checkpoint": "full"}
 WHOLE_PATHS: dict[str, Any] = {"loss__name": "square_of_mean"}
 
-# Stages of a run, each (ranks, ranks that share the experts of a layer, last step); then the options.
-TWO, FOUR, TWO_BY_TWO = [(2, 2, 2)], [(4, 4, 2)], [(4, 2, 2)]
-CASES: dict[str, tuple[list[tuple[int, int, int]], dict[str, Any]]] = {
-    "one rank has data": (TWO, {"data__global_batch_groups": 1, "router_bias__rate": 1e-2, **EXPERTS}),
-    "partitions": (TWO, {**CUT, **EXPERTS}),
-    "recompute": (TWO, {**CUT, **RECOMPUTE, **EXPERTS}),
-    "whole paths": (TWO, {**CUT, "training__activation_checkpoint": "selective", **WHOLE_PATHS}),
-    "hybrid": (TWO, {**CUT, **SMALL["qwen3_5_moe"]}),
-    "two by two": (TWO_BY_TWO, {**CUT, **EXPERTS}),
-    "four": (FOUR, {"data__max_tokens": 70, "parallel__reduce_gradients": "every", **EXPERTS}),
-    "resumed by fewer ranks": ([(4, 2, 1), (2, 2, 2)], {"lr_scheduler__min_lr_factor": 1.0}),
+# How many ranks share the experts of a layer, and the options. test_meshes.py has ranks that share less, and
+# tests/run/checkpoint/test_reshard.py moves experts between numbers of ranks.
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank has data": (2, {"data__global_batch_groups": 1, "router_bias__rate": 1e-2, **EXPERTS}),
+    "four": (4, {"data__max_tokens": 70, "parallel__reduce_gradients": "every", **EXPERTS}),
     # Some micro-batches are cut, others are not, and one rank has none. All ranks score first if one must.
-    "four, whole paths": (FOUR, {"data__max_tokens": 40, **RECOMPUTE, **EXPERTS, **WHOLE_PATHS}),
+    "four, whole paths": (4, {"data__max_tokens": 40, **RECOMPUTE, **EXPERTS, **WHOLE_PATHS}),
 }
-# Other cases have the same parts; tests/checkpoint/test_reshard.py moves experts between numbers of ranks.
-COVERED = ("partitions", "recompute", "whole paths", "two by two", "hybrid", "resumed by fewer ranks")
 
 
 def square_of_mean(logprobs: Tensor, pairs: PathPairs) -> Tensor:
@@ -69,11 +60,11 @@ def square_of_mean(logprobs: Tensor, pairs: PathPairs) -> Tensor:
     return (sums / pairs.loss_tokens.clamp_min(1e-30)).square()[pairs.path]
 
 
-def config(folder: Path, name: str, expert_parallel: int = 1, steps: int = 2) -> Config:
+def config(folder: Path, name: str, expert_parallel: int = 1) -> Config:
     register_loss("square_of_mean", whole_paths=True)(square_of_mean)
     return tiny_config(
         folder / name.replace(" ", "_"),
-        training__steps=steps,
+        training__steps=2,
         checkpoint__interval=2,
         checkpoint__export_hf=True,
         optimizer__eps=1e-3,
@@ -160,10 +151,10 @@ def load_snapshot(rank: int, ports: list[int], folder: Path) -> None:
         torch.save(weights, folder / "weights.pt")
 
 
-def train_stage(rank: int, ports: list[int], folder: Path, name: str, stage: int) -> None:
-    num_ranks, expert_parallel, steps = CASES[name][0][stage]
+def train_case(rank: int, ports: list[int], folder: Path, name: str) -> None:
+    num_ranks, _ = CASES[name]
     with as_rank(rank, num_ranks, ports[0]):
-        train(config(folder, name, expert_parallel, steps))
+        train(config(folder, name, num_ranks))
 
 
 def train_8bit_twice(rank: int, ports: list[int], folder: Path) -> None:
@@ -186,12 +177,11 @@ def gradients(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", slow_except(("one rank has data",), exhaustive(COVERED, CASES)))
+@pytest.mark.parametrize("name", slow_except(("one rank has data",), CASES))
 def test_sharded_experts_train_as_one_process(tmp_path: Path, name: str) -> None:
     """Compares losses, gradient norms, the weights of the checkpoint and those of the export."""
     many = config(tmp_path / "many", name)  # writes the data before several ranks read it
-    for stage, (num_ranks, _, _) in enumerate(CASES[name][0]):
-        run_ranks(train_stage, num_ranks, tmp_path / "many", name, stage)
+    run_ranks(train_case, CASES[name][0], tmp_path / "many", name)
     one = train(config(tmp_path / "one", name))
     assert_same_run(many, one)
     exports = [load_pretrained(f"{c.folder}/hf", torch.float32) for c in (many, one.config)]

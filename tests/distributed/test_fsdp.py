@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.cases import exhaustive, slow_except
+from tests.support.cases import slow_except
 from tests.support.processes import as_rank, run_ranks
 from tests.support.same_run import EXPERTS, assert_same_run
-from tests.support.tiny_run import SMALL, tiny_config, train
+from tests.support.tiny_run import tiny_config, train
 from titan_tree.engine import activations
 from titan_tree.run.config import Config
 
@@ -19,15 +19,9 @@ CUT: dict[str, Any] = {"data__max_tokens": 24}
 ONE_GROUP: dict[str, Any] = {"data__global_batch_groups": 1}
 MICRO_BATCHES: dict[str, Any] = {"data__max_tokens": 70}
 CASES: dict[str, dict[str, Any]] = {
-    "reduce after the last micro-batch": MICRO_BATCHES,
     "reduce after every micro-batch": {**MICRO_BATCHES, "parallel__reduce_gradients": "every"},
     "merged trees": {"data__max_tokens": 90, "data__merge": "batch"},
-    "one group": ONE_GROUP,
-    "partitions": CUT,
     "offload": {**CUT, "partition__activations": "offload"},
-    "recompute": {**CUT, "partition__activations": "recompute"},
-    "partitions of one rank": {**CUT, **ONE_GROUP},
-    "hybrid": {**CUT, **SMALL["qwen3_5"]},
     # The MLPs are wide enough for 8-bit states in some shards. Quantization blocks are those of one rank.
     "8-bit states": {
         **MICRO_BATCHES,
@@ -35,9 +29,6 @@ CASES: dict[str, dict[str, Any]] = {
         "optimizer__name": "adamw8bit",
     },
     "experts": {**MICRO_BATCHES, **EXPERTS},
-    "experts, one group": {**ONE_GROUP, **EXPERTS},
-    "experts, partitions": {**CUT, **EXPERTS},
-    "experts with biases": {**MICRO_BATCHES, "router_bias__rate": 1e-2, **EXPERTS},
     "experts, partitions of one rank": {**CUT, **ONE_GROUP, **EXPERTS},
 }
 
@@ -50,18 +41,6 @@ def config(folder: Path, name: str) -> Config:
     return tiny_config(folder, **fixed, **validation, **CASES[name])
 
 
-# Cases with more features, of this file or of sharded experts, have the same parts.
-COVERED = (
-    "reduce after the last micro-batch",
-    "one group",
-    "partitions",
-    "recompute",
-    "partitions of one rank",
-    "hybrid",
-    "experts, one group",
-    "experts, partitions",
-    "experts with biases",
-)
 EVERYDAY = ("merged trees", "experts")
 
 
@@ -71,7 +50,7 @@ def train_case(rank: int, ports: list[int], folder: Path, name: str) -> None:
         train(config(folder, name))
 
 
-@pytest.mark.parametrize("name", slow_except(EVERYDAY, exhaustive(COVERED, CASES)))
+@pytest.mark.parametrize("name", slow_except(EVERYDAY, CASES))
 def test_two_ranks_equal_one(tmp_path: Path, name: str) -> None:
     many = config(tmp_path / "two", name)  # writes the data before two processes read it
     run_ranks(train_case, 2, tmp_path / "two", name)

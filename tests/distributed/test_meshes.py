@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.test_expert_parallel import square_of_mean
-from tests.support.cases import exhaustive, slow_except
+from tests.support.cases import slow_except
 from tests.support.processes import as_rank, process_group, run_ranks
 from tests.support.same_run import EXPERTS, assert_same_run
 from tests.support.tiny_run import SMALL, tiny_config, train
@@ -38,28 +38,13 @@ SEQUENCE, EXPERT, REPLICATE = (
     f"parallel__{key}" for key in ("sequence_parallel", "expert_parallel", "replicate")
 )
 MICRO_BATCHES = {"data__max_tokens": 70}  # several in each step, without partitions
-SCOPE = {"router_loss__scope": "micro_batch"}
 # Ranks, how they share the work, and the other options.
 CASES: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
-    "sequence 2": (2, {SEQUENCE: 2}, {"training__activation_checkpoint": "full", **MICRO_BATCHES}),
     "sequence 2, recomputed": (2, {SEQUENCE: 2}, {**CUT, "partition__activations": "recompute"}),
-    "sequence 2, hybrid": (2, {SEQUENCE: 2}, {**CUT, **SMALL["qwen3_5"]}),
     "sequence 2, experts 2, hybrid": (2, {SEQUENCE: 2, EXPERT: 2}, {**CUT, **SMALL["qwen3_5_moe"]}),
-    "sequence 2, routers": (2, {SEQUENCE: 2}, {**CUT, **EXPERTS, **SCOPE}),
     "sequence 2, whole paths": (2, {SEQUENCE: 2}, {"loss__name": "square_of_mean", **MICRO_BATCHES}),
     "replicate 2": (2, {REPLICATE: 2}, {**CUT}),
-    "sequence 4": (4, {SEQUENCE: 4}, {**CUT, "training__activation_checkpoint": "selective"}),
-    "sequence 2 of 4": (4, {SEQUENCE: 2}, {"data__global_batch_groups": 1, **CUT}),
-    "sequence 2 of 4, whole paths": (
-        4,
-        {SEQUENCE: 2},
-        {"loss__name": "square_of_mean", "data__max_tokens": 40},
-    ),
-    "sequence 2, experts 4": (4, {SEQUENCE: 2, EXPERT: 4}, {**CUT, **EXPERTS}),
-    "sequence 4, experts 2": (4, {SEQUENCE: 4, EXPERT: 2}, {**MICRO_BATCHES, **EXPERTS, **SCOPE}),
     "replicate 2 of 4": (4, {REPLICATE: 2}, {"parallel__reduce_gradients": "every", **MICRO_BATCHES}),
-    "replicate 2, experts 2": (4, {REPLICATE: 2, EXPERT: 2}, {**CUT, **EXPERTS}),
-    "replicate 2, sequence 2": (4, {REPLICATE: 2, SEQUENCE: 2}, {**CUT, **SMALL["qwen3_5"]}),
     "all": (
         4,
         {REPLICATE: 2, SEQUENCE: 2, EXPERT: 2},
@@ -101,17 +86,12 @@ def trees(number: int) -> list[TokenTree]:
 
 # Families in float64: the model, the loss, and how four ranks share the work.
 EXACT: dict[str, tuple[str, str, dict[str, int]]] = {
-    "dense": ("qwen3", "grpo", {"sequence_parallel": 4}),
-    "dense, whole paths": ("qwen3", "gspo", {"sequence_parallel": 2}),
-    "hybrid": ("qwen3_5", "grpo", {"sequence_parallel": 4}),
-    "hybrid, replicas": ("qwen3_5", "grpo", {"sequence_parallel": 2, "replicate": 2}),
     "experts": ("qwen3_moe", "gspo", {"sequence_parallel": 2, "expert_parallel": 4}),
     "hybrid with experts": ("qwen3_5_moe", "grpo", {"sequence_parallel": 4, "expert_parallel": 2}),
 }
 
 
 HYBRID: dict[str, Any] = {"num_hidden_layers": 2, "full_attention_interval": 2}
-EXACT_IN_CI = {"experts", "hybrid with experts"}  # they have the parts of the others
 MAX_TOKENS = (None, 48)  # of a partition: five to seven in a tree
 
 
@@ -148,19 +128,6 @@ def exact_result(
 
 
 EVERYDAY = ("sequence 2, whole paths", "replicate 2")
-# Other cases, such as "all" and those of EXACT, have the same parts.
-COVERED = (
-    "sequence 2",
-    "sequence 2, hybrid",
-    "sequence 2, routers",
-    "sequence 4",
-    "sequence 2 of 4",
-    "sequence 2 of 4, whole paths",
-    "sequence 2, experts 4",
-    "sequence 4, experts 2",
-    "replicate 2, experts 2",
-    "replicate 2, sequence 2",
-)
 
 
 def train_case(rank: int, ports: list[int], folder: Path, name: str) -> None:
@@ -169,7 +136,7 @@ def train_case(rank: int, ports: list[int], folder: Path, name: str) -> None:
         train(config(folder, name, **parallel))
 
 
-@pytest.mark.parametrize("name", slow_except(EVERYDAY, exhaustive(COVERED, CASES)))
+@pytest.mark.parametrize("name", slow_except(EVERYDAY, CASES))
 def test_ranks_train_as_one_process(tmp_path: Path, name: str) -> None:
     """Compares losses and gradient norms, and the weights of the checkpoint, which one rank loads."""
     many = config(tmp_path / "many", name)  # writes the data before several ranks read it
@@ -203,9 +170,7 @@ def exact_results(
 @pytest.mark.slow
 @pytest.mark.xdist_group("exact")
 @pytest.mark.parametrize("max_tokens", MAX_TOKENS)
-@pytest.mark.parametrize(
-    "exact_results", exhaustive(EXACT.keys() - EXACT_IN_CI, EXACT), indirect=True, scope="module"
-)
+@pytest.mark.parametrize("exact_results", EXACT, indirect=True, scope="module")
 def test_gradients_are_exact(
     exact_results: tuple[str, dict[int | None, dict[str, Tensor]]], max_tokens: int | None
 ) -> None:

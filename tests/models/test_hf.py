@@ -184,9 +184,9 @@ def test_a_device_that_the_machine_lacks_is_one_line(snapshot, device):
         load_pretrained(snapshot, device=device)
 
 
-def test_a_sliding_window_that_no_layer_uses_is_accepted(snapshot):
+def test_a_sliding_window_that_no_layer_uses_changes_nothing(written, snapshot):
     edit_config(snapshot, layer_types=..., use_sliding_window=True, sliding_window=8, max_window_layers=2)
-    load_pretrained(snapshot)
+    assert_scores_like(load_pretrained(snapshot, dtype=torch.float32), written[0])
 
 
 @pytest.mark.parametrize(

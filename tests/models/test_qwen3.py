@@ -132,22 +132,6 @@ def test_a_single_token_gives_every_parameter_a_zero_gradient(models):
         assert torch.equal(parameter.grad, torch.zeros_like(parameter))
 
 
-@pytest.mark.exhaustive
-def test_blocks_compile_once_for_all_trees():
-    """One full graph serves any number of tokens and branches, with the same numbers."""
-    model = tree_model(hf_model(tied=True), "reference")
-    compiled = copy.deepcopy(model)
-    torch._dynamo.reset()
-    counted = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    for block in compiled.layers:
-        block.compile(backend=counted, fullgraph=True, dynamic=True)
-    for seed in range(len(KINDS)):
-        groups = random_groups(seed)
-        got, want = in_one_pass(compiled, groups), in_one_pass(model, groups)
-        assert_same(got, want, tolerance=1e-6)
-    assert counted.frame_count == 1
-
-
 def test_checkpointed_blocks_give_the_same_gradients(models):
     _, model = models
     checkpointed = copy.deepcopy(model)
@@ -168,15 +152,6 @@ def test_parameter_names_are_those_of_hugging_face(models):
     hf, model = models
     names = {name.removeprefix("model.") for name, _ in hf.named_parameters()}
     assert {name for name, _ in model.named_parameters()} == names
-
-
-@pytest.mark.parametrize(
-    ("flavor", "billions"),
-    [("0.6B", 0.596), ("1.7B", 1.721), ("4B", 4.022), ("8B", 8.191), ("14B", 14.768), ("32B", 32.762)],
-)
-def test_published_sizes(flavor, billions):
-    with torch.device("meta"):
-        assert round(build_model("qwen3", flavor).num_parameters() / 1e9, 3) == billions
 
 
 def test_weights_can_be_drawn_after_the_meta_device():
@@ -205,31 +180,6 @@ def test_training_flops_equal_a_count_by_hand():
     for edges, num_edges in (("all", 5), ("loss", 4)):
         flops = model.costs().training_flops(tree_batch([paths], edges=edges))
         assert flops == 6 * matrices * 7 + 6 * 512 * d * num_edges + attention
-
-
-@pytest.mark.parametrize(
-    ("arguments", "overrides", "message"),
-    [
-        (("qwen", "debug"), {}, "unknown model 'qwen'; did you mean 'qwen3'?"),
-        (("qwen3", "0.6b"), {}, "unknown flavor of qwen3 '0.6b'; did you mean '0.6B'?"),
-        (
-            ("qwen3", "debug"),
-            {"num_layers": 2},
-            "unknown field of qwen3's config 'num_layers'; did you mean 'num_hid",
-        ),
-        (
-            ("qwen3", "debug"),
-            {"num_key_value_heads": 3},
-            "num_key_value_heads: expected a divisor of num_att",
-        ),
-        (("qwen3", "debug"), {"head_dim": 31}, "head_dim: expected an even number, got 31"),
-        (("qwen3", "debug"), {"vocab_size": 0}, "vocab_size: expected an integer > 0, got 0"),
-        (("qwen3", "debug", "magic"), {}, "unknown TreeAttention backend 'magic'"),
-    ],
-)
-def test_wrong_names_and_sizes_are_refused(arguments, overrides, message):
-    with pytest.raises(UserError, match=message.replace("?", r"\?")):
-        build_model(*arguments, **overrides)
 
 
 def test_token_ids_in_place_of_a_batch_are_refused(models):

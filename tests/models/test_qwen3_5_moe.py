@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.support.cases import exhaustive, slow_except
+from tests.support.cases import slow_except
 from tests.support.oracle import (
     assert_same,
     hybrid_model,
@@ -17,10 +17,8 @@ from tests.support.oracle import (
     relative_error,
     tree_model,
 )
-from tests.support.partitions import RandomCuts, forest_of, in_partitions
 from tests.support.routing import BALANCE, Z, assert_experts_of_paths, batch_of_paths
 from tests.support.snapshots import assert_scores_like, same_weights
-from titan_tree.components.moe.layer import MoE
 from titan_tree.components.moe.routing import RouterLoss
 from titan_tree.components.tree_loss.loss import TreeLoss
 from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
@@ -28,7 +26,7 @@ from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.hf import model_from_config
 from titan_tree.models.hf.names import split_experts
-from titan_tree.models.pretrained import build_model, load_pretrained, save_pretrained
+from titan_tree.models.pretrained import load_pretrained, save_pretrained
 from titan_tree.tree.token_tree import TokenTree
 
 TOLERANCE = 2e-5  # transformers' recurrence in fp32 differs from float64 by this
@@ -38,7 +36,7 @@ def moe(tied=True, seed=0):
     return hybrid_model(tied, "Qwen3_5Moe", seed=seed)
 
 
-@pytest.mark.parametrize("seed", slow_except([2], exhaustive((0, 1), range(4))))
+@pytest.mark.parametrize("seed", slow_except([2], [2, 3]))
 def test_one_pass_equals_every_path_alone(seed):
     hf = moe(seed % 2 == 0, seed)
     model = tree_model(hf)
@@ -46,18 +44,6 @@ def test_one_pass_equals_every_path_alone(seed):
     assert_experts_of_paths(model, hf, groups)
     want = per_path(hf, [path for paths in groups for path in paths])
     assert_same(in_one_pass(model, groups), want, TOLERANCE)
-
-
-@pytest.mark.parametrize("seed", [0, 2])
-def test_partitions_equal_one_pass(seed):
-    """The comparison is in float64."""
-    model = tree_model(moe(seed=seed)).double()
-    groups = random_groups(seed)
-    _, want_loss, want = in_one_pass(model, groups)
-    loss, got = in_partitions(model, RandomCuts(0.4, seed).plan(forest_of(groups)))
-    assert loss == pytest.approx(want_loss, rel=1e-12)
-    for name, gradient in want.items():
-        assert relative_error(got[name], gradient) < 1e-9, name
 
 
 @pytest.mark.slow
@@ -77,19 +63,6 @@ def test_a_step_with_router_losses_equals_a_batch_of_the_paths():
     assert result.router_metrics["router_z"].item() == pytest.approx(z, rel=1e-5)
     for name, parameter in model.named_parameters():
         assert relative_error(parameter.grad, gradients[name]) <= TOLERANCE, name
-
-
-@pytest.mark.parametrize(
-    ("flavor", "billions", "active"),
-    [("35B-A3B", 34.66, 3.46), ("122B-A10B", 122.1, 9.8), ("397B-A17B", 396.3, 17.3)],
-)
-def test_published_sizes(flavor, billions, active):
-    with torch.device("meta"):
-        model = build_model("qwen3_5_moe", flavor)
-    experts = [moe for moe in model.modules() if isinstance(moe, MoE)]
-    idle = sum(sum(p.numel() for p in moe.experts.parameters()) - moe.active_parameters for moe in experts)
-    assert model.num_parameters() / 1e9 == pytest.approx(billions, rel=1e-3)
-    assert (model.num_parameters() - idle) / 1e9 == pytest.approx(active, rel=1e-2)
 
 
 @pytest.mark.parametrize("form", ["transformers'", "single", "fused"])

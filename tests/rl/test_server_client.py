@@ -30,8 +30,9 @@ def test_a_client_that_leaves_prints_no_traceback(reset: bool, capfd: pytest.Cap
         address = urllib.parse.urlsplit(url)
         for size in (20, 2):
             with socket.create_connection((address.hostname, address.port)) as client:
-                client.sendall(b"POST /generate HTTP/1.1\r\nContent-Length: %d\r\n\r\n{}" % size)
-                while size == 2 and not requests:
+                client.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n{}" % size)
+                deadline = time.monotonic() + 10
+                while size == 2 and not requests and time.monotonic() < deadline:
                     time.sleep(0.01)
                 if reset:
                     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,7 @@ from titan_tree.models.lora.adapters import add_lora
 from titan_tree.rl.sampler import Completion
 from titan_tree.rl.server.client import StoppedError
 from titan_tree.rl.server.server_sampler import build_server_sampler
-from titan_tree.rl.settings import RLConfig
 from titan_tree.rl.trainer import RLTrainer
-from titan_tree.run.checkpoint.changes import config_changes
 
 SLOW = pytest.mark.slow
 LETTERS = ("rl.environment=letters", "rl.branches=2")
@@ -131,18 +128,10 @@ UPDATES: dict[str, tuple[str, tuple[str, ...]]] = {
     "merged": ("folder", TUNED),
     "adapter": ("adapter", TUNED),
 }
-# Without asynchronous steps, the trainer does the same for every kind of update.
-SYNCHRONOUS = [("merged", 0), ("adapter", 0)]
 OLD_LOGPROBS = [("folder", 1), ("adapter", 1), ("folder", 0), ("merged", 1)]
 
 
-@pytest.mark.parametrize(
-    ("update", "async_steps"),
-    [
-        *slow_except(OLD_LOGPROBS[:1], OLD_LOGPROBS),
-        *(pytest.param(*case, marks=[SLOW, pytest.mark.exhaustive]) for case in SYNCHRONOUS),
-    ],
-)
+@pytest.mark.parametrize(("update", "async_steps"), slow_except(OLD_LOGPROBS[:1], OLD_LOGPROBS))
 def test_old_logprobs_are_those_of_the_weights_that_sampled(
     update: str, async_steps: int, tmp_path: Path
 ) -> None:
@@ -331,12 +320,6 @@ def test_the_server_of_a_run_may_change(tmp_path: Path) -> None:
         with rollout_server(RolloutServer(other_model())) as url:
             trainer = ran(tiny(tmp_path, *options(url), f"training.steps={steps}", "checkpoint.interval=1"))
     assert sorted(trainer.trained) == [2]
-
-
-def test_checkpoints_of_older_versions_lack_newer_keys() -> None:
-    assert config_changes({"rl": {"rollouts": 4}}, {"rl": asdict(RLConfig(rollouts=4))}) == ([], [])
-    changed = config_changes({"rl": {"rollouts": 4}}, {"rl": asdict(RLConfig(rollouts=4, async_steps=1))})
-    assert changed == (["rl.async_steps: 0 -> 1"], [])
 
 
 def test_each_start_of_a_run_names_its_versions_anew(tmp_path: Path) -> None:

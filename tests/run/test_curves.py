@@ -1,6 +1,6 @@
 """The demos' recorded loss curves: a refactoring changes no digit of them.
 
-    python -m tests.run.test_curves     # records them anew, after a change of numbers that is meant
+    python -m tests.update --curves     # records them anew, after a change of numbers that is meant
 
 The digits depend on torch and on the instructions of the CPU. Where they are not those of the recording, only
 the first steps are compared, within rounding.
@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from tests.support.cases import for_each
-from tests.support.tiny_run import read_metrics, train
+from tests.support.tiny_run import read_metrics
 from titan_tree import load_config
+from titan_tree.cli import main
 
 CURVES = Path(__file__).parent / "curves"
 DEMOS = ("demo", "demo_qwen3_5", "demo_qwen3_moe")
@@ -28,11 +29,9 @@ def recorded(name: str) -> list[dict[str, str]]:
 
 
 def trained(name: str, folder: Path, *overrides: str) -> list[dict[str, str]]:
-    config = load_config(
-        name, [f"folder={folder}", "metrics.loggers=[csv]", "checkpoint.interval=0", *overrides]
-    )
-    train(config)
-    return read_metrics(config)
+    options = [f"folder={folder}", "metrics.loggers=[csv]", "checkpoint.interval=0", *overrides]
+    assert main(["train", name, *options]) == 0
+    return read_metrics(load_config(name, options))
 
 
 def assert_same_curve(rows: list[dict[str, str]], expected: list[dict[str, str]]) -> None:

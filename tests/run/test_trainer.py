@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.cases import exhaustive
 from tests.support.datasets import tree_dataset
 from tests.support.tiny_run import SMALL, VOCAB, read_metrics, tiny_config, train, write_groups
 from titan_tree import OneRank, clip_and_step
@@ -101,7 +100,7 @@ def test_rewards_become_advantages(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", exhaustive(["qwen3_5", "qwen3_moe"], SMALL))  # qwen3_5_moe has their parts
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_5_moe"])  # which has the parts of the others
 def test_tree_and_flat_training_have_the_same_loss_curve(tmp_path: Path, model: str) -> None:
     runs = {}
     for layout in ("tree", "leaf", "flat"):

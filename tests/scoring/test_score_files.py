@@ -3,7 +3,6 @@
 import json
 import math
 import random
-import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 
 from tests.support.datasets import sample_reader
 from tests.support.oracle import random_groups
-from tests.support.processes import as_rank, run_ranks, start_ranks
+from tests.support.processes import as_rank, run_ranks
 from tests.support.tiny_run import SMALL, VOCAB, read_metrics, tiny_config, train
 from titan_tree.cli import main
 from titan_tree.config.toml import dump_config
@@ -343,38 +342,3 @@ def test_a_snapshot_without_a_configuration(tmp_path):
     for _, paths in read(tmp_path / "out.jsonl"):
         for path in paths:
             np.testing.assert_allclose(path.old_logprobs, alone(model, path), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.exhaustive
-def test_two_killed_ranks_continue_on_one(tmp_path):
-    """SIGKILL ends both ranks after their first complete round."""
-    write_rows(tmp_path / "rows.jsonl")
-    keys = {"data__global_batch_groups": 2}
-    config(tmp_path)  # writes the configuration that both ranks read
-    ranks = start_ranks(endless, 2, tmp_path, keys)
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "out.jsonl.partial" / "state.json").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    for process in ranks.processes:
-        process.kill()
-    for process in ranks.processes:
-        process.join()
-    score(tmp_path, "out.jsonl", **keys)
-    score(tmp_path, "whole.jsonl", **keys)
-    assert_same_scores(tmp_path / "whole.jsonl", tmp_path / "out.jsonl")
-
-
-def endless(rank, ports, folder, keys):
-    """Scores, but waits forever before the third round is written."""
-    append, rounds = ResumableFile.append, []
-
-    def slow(self, texts, progress):
-        rounds.append(1)
-        if len(rounds) > 2:
-            time.sleep(1000)
-        append(self, texts, progress)
-
-    with as_rank(rank, 2, ports[0]), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ResumableFile, "append", slow)
-        score(folder, "out.jsonl", **keys)

@@ -137,7 +137,6 @@ def rollout_server(server: RolloutServer) -> Iterator[str]:
 
 
 class _Loopback(LoopbackServer):
-    request_queue_size = 100  # connections that wait; the kernel resets others
     daemon_threads = True
 
     def __init__(self, server: RolloutServer) -> None:

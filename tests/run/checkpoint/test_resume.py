@@ -19,9 +19,9 @@ import torch
 import torch.multiprocessing as mp
 
 from tests.support.processes import run_ranks
+from tests.support.rl_runs import tiny
 from tests.support.tiny_run import read_metrics, tiny_config, train, write_config, write_groups
 from titan_tree.cli import main
-from titan_tree.components.tree_loss.settings import LossConfig
 from titan_tree.errors import UserError
 from titan_tree.run.checkpoint import Checkpoints
 from titan_tree.run.checkpoint.changes import config_changes
@@ -300,13 +300,23 @@ def test_hyperparameters_of_the_configuration_override_the_checkpoint(tmp_path: 
     assert read_metrics(changed.config)[-1]["lr"] == "0.0003"
 
 
-def test_a_checkpoint_without_newer_keys_has_their_defaults() -> None:
-    now = {"loss": dataclasses.asdict(LossConfig(name="grpo"))}
-    assert config_changes({"loss": {"name": "grpo"}}, now) == ([], [])
-    now["loss"]["kl"]["coefficient"] = 0.1
-    assert config_changes({"loss": {"name": "grpo"}}, now) == (["loss.kl.coefficient: 0.0 -> 0.1"], [])
-    assert config_changes({}, {"data": {"paths": "all"}}) == ([], [])
-    assert config_changes({}, {"data": {"paths": "longest"}}) == (["data.paths: 'all' -> 'longest'"], [])
+@pytest.mark.parametrize(
+    ("table", "key", "value", "change"),
+    [
+        ("loss", "entropy", 0.1, "loss.entropy: 0.0 -> 0.1"),
+        ("data", "paths", "longest", "data.paths: 'all' -> 'longest'"),
+        ("rl", "async_steps", 1, "rl.async_steps: 0 -> 1"),
+    ],
+)
+def test_a_checkpoint_without_newer_keys_has_their_defaults(
+    table: str, key: str, value: object, change: str, tmp_path: Path
+) -> None:
+    now = tiny(tmp_path) if table == "rl" else tiny_config(tmp_path)
+    before = dataclasses.asdict(now)
+    del before[table][key]
+    assert config_changes(before, now) == ([], [])
+    setattr(getattr(now, table), key, value)
+    assert config_changes(before, now) == ([change], [])
 
 
 def test_user_errors_are_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
