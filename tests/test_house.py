@@ -8,7 +8,24 @@ in docs/decisions/ that gives the reason. If a count falls, lower its limit.
 from tests.docs.dense_step import LIST, PAGE, table
 from tests.support.house import circles, counts, traced_step
 
-LIMITS: dict[str, int] = {}
+LIMITS = {
+    "files": 306,
+    "lines": 52_489,
+    "files of the core": 229,
+    "lines of the core": 40_677,
+    "classes": 398,
+    "rooms": 18,
+    "arrows between rooms": 96,
+    "arrows with types": 105,
+    "files in circles": 0,
+    "files reached from the trainer": 158,
+    "lines reached from the trainer": 28_275,
+    "Any": 290,
+    "words of documentation": 43_300,
+    "lines of tests": 45_524,
+    "files acting in a dense step": 83,
+    "classes acting in a dense step": 72,
+}
 
 
 def test_no_count_of_the_house_has_grown() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from titan_tree import train
 from titan_tree.cli import main
 from titan_tree.run.config import Config, load_config
 
@@ -155,7 +154,7 @@ def test_rejected_answers_are_trained_by_a_loss_of_preferences(capsys: pytest.Ca
 def test_preferences_train_with_the_commands_that_config_names(capsys: pytest.CaptureFixture[str]) -> None:
     write_pair()
     assert main(["score", "own.jsonl", "scored.jsonl", "--config", "my.toml", "--field", "ref_logprobs"]) == 0
-    assert train.main(["--config", "my.toml", "data.files=scored.jsonl"]) == 0
+    assert main(["train", "my.toml", "data.files=scored.jsonl"]) == 0
     (row,) = csv.DictReader(Path("outputs/my/metrics.csv").read_text().splitlines())
     assert float(row["loss"]) == pytest.approx(math.log(2), abs=1e-6)  # the model is the reference
     capsys.readouterr()

@@ -163,6 +163,10 @@ def test_a_stored_configuration_imports_nothing(folder: Path, key: str) -> None:
         f"{key}: names the code own.parts, and that of a stored configuration runs only with --plugins; read "
         "the code first"
     )
+    if key.startswith("rl."):  # tables of single commands are left out
+        load_stored("config.toml", plugins=True)
+        assert (sys.path, (folder / "RAN").exists()) == (path, False)
+        return
     with pytest.raises(UserError) as error:
         load_stored("config.toml")
     assert str(error.value) == f"config.toml: {message}"

@@ -384,11 +384,11 @@ def test_a_loss_that_trains_all_answers_alike_refuses_rejected_ones(tmp_path):
     file, store = write(tmp_path / "pairs.jsonl", {"id": "q", "trajectories": pair}), str(tmp_path / "store")
     reader = SampleReader(DataConfig(files=[file]))
     header = {"sample": {}, "advantage": "given", "tokenizer": None}
-    write_store(store, [("q", reader.paths(group)) for group in reader.groups()], header)
+    write_store(store, [("q", reader.paths(group)) for group in reader.files.groups()], header)
     assert reader.rejected == 1
     model = build_model("qwen3", "debug")
     for path in (file, store):
-        (group,) = SampleReader(DataConfig(files=[path])).groups()
+        (group,) = SampleReader(DataConfig(files=[path])).files.groups()
         for loss in ("dpo", "kto", "simpo", "orpo", "grpo"):
             own = build_reader(DataConfig(files=[path]), None, model, LossConfig(name=loss))
             assert len(own.paths(group)) == len(own.tree(group).paths) == 2

@@ -233,4 +233,4 @@ def test_a_rank_that_dies_before_the_first_step_is_one_line_too(tmp_path: Path) 
     write_config(tmp_path)
     wait_and_kill(start_ranks(die_at_the_start, 2, tmp_path), tmp_path / "rank0")
     error = (tmp_path / "stderr0").read_text()
-    assert re.fullmatch(r"titan_tree\.train: error: rank 0: \w+ failed in .*by peer.*\n", error), error
+    assert re.fullmatch(r"titan-tree: error: rank 0: \w+ failed in .*by peer.*\n", error), error

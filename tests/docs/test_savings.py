@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from titan_tree.cli.data_arguments import named_model
-from titan_tree.cli.inspect.tables import Sizes
+from titan_tree.cli.inspect.tables import TreeSizes
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
@@ -29,7 +29,7 @@ def test_the_table_of_savings_is_computed():
         for first in range(shared, shared + number * own, own):  # ids that differ
             mask = [0.0] * shared + [1.0] * own
             paths.append(TokenPath([*range(shared), *range(first, first + own)], loss_mask=mask))
-        sizes = [Sizes.of("", TokenTree.from_paths(paths), costs) for costs in models]
+        sizes = [TreeSizes.of("", TokenTree.from_paths(paths), costs) for costs in models]
         bounds = [sizes[0].stats.bound, *(size.operation_bound for size in sizes)]
         cells = PAGE.split(f"| {row} |")[1].split("\n")[0]
         assert re.findall(r"[\d.]+x", cells) == [f"{bound:.1f}x" for bound in bounds], row

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from titan_tree.components.tree_loss.corrections import KLPenalty, RolloutCorrection, whitened
-from titan_tree.components.tree_loss.loss import TreeLoss
+from titan_tree.components.tree_loss.corrections import KLPenalty, RolloutCorrection
+from titan_tree.components.tree_loss.loss import TreeLoss, whitened
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

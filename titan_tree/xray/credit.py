@@ -1,4 +1,4 @@
-"""The advantages of a tree's answers under every estimator, each with its default options."""
+"""The advantages of a tree's answers under titan_tree's estimators, each with its default options."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from titan_tree.data import advantages
 from titan_tree.data.advantages import MAX_REWARD, ONCE
 from titan_tree.data.settings import ADVANTAGES
 from titan_tree.data.turns import Turns
@@ -15,8 +16,13 @@ from titan_tree.xray.segments import Segments
 
 def estimators() -> dict[str, str]:
     """Returns what each estimator computes, by name."""
-    first_lines = {name: (inspect.getdoc(ADVANTAGES[name]) or "").partition("\n")[0] for name in ADVANTAGES}
+    first_lines = {name: (inspect.getdoc(ADVANTAGES[name]) or "").partition("\n")[0] for name in _own()}
     return {name: line.removeprefix("Returns ").rstrip(".") for name, line in first_lines.items()}
+
+
+def _own() -> list[str]:
+    """Returns the names of titan_tree's estimators, without those that plugins have registered."""
+    return [name for name in ADVANTAGES if ADVANTAGES[name] is getattr(advantages, name, None)]
 
 
 def answer_advantages(segments: Segments, samples: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
@@ -37,7 +43,7 @@ def answer_advantages(segments: Segments, samples: Sequence[Mapping[str, Any]]) 
     turns = Turns(paths, [rewards[rollout] for rollout in range(len(rewards))], rollouts)
     counts = turns.counts()
     result = {}
-    for name in ADVANTAGES:
+    for name in _own():
         values = ADVANTAGES[name](turns)
         if name in ONCE:
             values = [value / count for value, count in zip(values, counts, strict=True)]

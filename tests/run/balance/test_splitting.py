@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from tests.balance.test_assignment import assert_complete
+from tests.run.balance.test_assignment import assert_complete
 from tests.support.cases import for_each
 from tests.support.oracle import random_groups
 from tests.support.paths import random_token_lists
