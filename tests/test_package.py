@@ -140,6 +140,16 @@ def test_structures_components_and_models_take_plain_arguments_instead_of_config
         assert not [module for module in imported_modules(file) if "titan_tree.run.config" in module], file
 
 
+def test_the_docstring_of_a_folder_lists_its_files() -> None:
+    """Every file of a folder whose ``__init__.py`` lists files is in the list."""
+    for init in ROOT.rglob("__init__.py"):
+        text = ast.get_docstring(ast.parse(init.read_text())) or ""
+        listed = set(re.findall(r"\b\w+(?=\.py\b)", text))
+        if len(listed) > 2:
+            files = {file.stem for file in init.parent.glob("*.py")} - {"__init__"}
+            assert not files - listed, f"{init}: {files - listed}"
+
+
 def run_python(code: str) -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

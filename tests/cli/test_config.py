@@ -158,9 +158,6 @@ def test_preferences_train_with_the_commands_that_config_names(capsys: pytest.Ca
     (row,) = csv.DictReader(Path("outputs/my/metrics.csv").read_text().splitlines())
     assert float(row["loss"]) == pytest.approx(math.log(2), abs=1e-6)  # the model is the reference
     capsys.readouterr()
-    sft = "loss.name=sft", "loss.reduction=token_mean"
-    assert main(["doctor", "--config", "my.toml", *sft, "--json"]) == 1
-    assert "is marked 'rejected', and the loss 'sft'" in capsys.readouterr().out
     assert main(["inspect", "own.jsonl"]) == 0
     assert "1 sample is a rejected answer: train with a loss of preferences" in capsys.readouterr().out
 

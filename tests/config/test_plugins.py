@@ -40,7 +40,7 @@ METRICS.register("answer", lambda report: {"answer": 42.0})
 def focal(logprobs, pairs, gamma=2.0):
     return -((1 - logprobs.exp()) ** gamma) * logprobs
 """
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RUN = ("model.flavor=debug", "data.files=demo")
 
 

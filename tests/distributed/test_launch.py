@@ -170,7 +170,7 @@ def test_a_rank_alone_prints_no_stack() -> None:
     script = (
         "from titan_tree.cli import main, train\n"
         "from titan_tree.cli.run_process import exit_process, start\n"
-        "from titan_tree.config import Config\n"
+        "from titan_tree.run.config import Config\n"
         "def meet(args):\n"
         "    start(args, Config)\n"
         "    from titan_tree.distributed import launch\n"

@@ -26,7 +26,7 @@ def table(acting: Mapping[str, Sequence[str]]) -> str:
     num_classes = sum(map(len, acting.values()))
     return (
         f"Functions of {len(acting)} files and methods of {num_classes} classes run in a dense step "
-        f"on one rank.\n`python -m tests.docs.dense_step` writes this list from a trace of one.\n\n"
+        f"on one rank, on a CPU.\n`python -m tests.docs.dense_step` writes this list from a trace of one.\n\n"
         f"| folder | files, and classes whose methods run |\n|---|---|\n{rows}"
     )
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.cases import for_each
 from tests.support.tiny_run import read_metrics
 from titan_tree import load_config
 from titan_tree.cli import main
@@ -53,7 +52,7 @@ def test_the_first_steps_of_the_demo_are_those_of_the_recorded_curve(tmp_path: P
 
 
 @pytest.mark.slow
-@for_each("name", DEMOS)
+@pytest.mark.parametrize("name", DEMOS)
 def test_the_demos_repeat_their_recorded_curves(name: str, tmp_path: Path) -> None:
     rows = trained(name, tmp_path)
     assert len(rows) == 80

@@ -1,1 +1,1 @@
-"""Tokenizer, partitioner, attention, Gated DeltaNet, experts, log-probs, losses: each importable alone."""
+"""Tokenizer, partitioner, attention, recurrences, experts, log-probs, losses, LoRA and AdamW."""

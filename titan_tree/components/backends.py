@@ -45,7 +45,7 @@ class BackendRegistry(Registry[B]):
     """A registry of backends, and the choice among them.
 
     Args:
-        component: the class that uses the backends, as error messages name it.
+        component: what uses the backends, as error messages name it.
         kind, entries: see ``Registry``.
     """
 
@@ -240,7 +240,7 @@ class RecurrenceBackend(Protocol):
     ) -> tuple[Tensor, Tensor, Saved]:
         """Returns o [N, G, V], the exported states [X, G, K, V], and what ``backward`` needs. X may be 0.
 
-        Arguments are those of ``TreeGDN.forward``, of any strides. Exported states are those at the ends of
+        Tensors are those of the recurrence's rule, of any strides. Exported states are those at the ends of
         the chunks ``chunks.exported``: fp32, or wider if v is.
         """
 

@@ -1,5 +1,6 @@
 """Data files -> groups of trajectories -> token trees -> micro-batches, one list per optimizer step.
 
+settings.py       the tables [data], [partition] and [validation]; the registry of estimators
 readers/          readers of data formats: file -> records
 schema.py         the fields of a record, and their checks
 data_files.py     the files of a run: records -> groups -> trajectories; weights, sizes, checksums

@@ -1,4 +1,4 @@
-"""Advantages from the rewards of a group of rollouts, by name (registry.ADVANTAGES; docs/advantages.md).
+"""Advantages from the rewards of a group of rollouts, by name (settings.ADVANTAGES; docs/advantages.md).
 
 An estimator is a function (turns, **options) -> one [T] array per path. R_i is the reward of rollout i, and
 V(u) the mean reward of the rollouts through a turn u. V(root) is the mean of the group, and V(par u) that of

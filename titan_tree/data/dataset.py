@@ -47,8 +47,8 @@ class TreeDataset:
     - "batch": trees share prefixes across the groups of a global batch, such as a common system prompt.
 
     Ranks do not communicate: group j of a global batch goes to rank j % world_size, or every rank builds all
-    trees of a merged batch, which are balanced by tokens. ``BalancedSharing`` (balance/sharing.py) takes the
-    groups of each step instead, and balances their trees by cost.
+    trees of a merged batch, which are balanced by tokens. ``BalancedSharing`` (run/balance/sharing.py) takes
+    the groups of each step instead, and balances their trees by cost.
 
     Args:
         config: the table [data] of the configuration.

@@ -1,5 +1,6 @@
 """Parallelism over ranks, and optimizers. Only files of this folder import torchtitan and torchao.
 
+settings.py           the tables [optimizer], [lr_scheduler] and [parallel]; the registry of optimizers
 launch.py             torchrun's variables, and how ranks meet
 mesh.py               the process group, and how ranks are divided
 parallelize.py        turns a plain model into one that trains on any number of ranks

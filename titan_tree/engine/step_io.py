@@ -51,7 +51,7 @@ class StepCounts:
     leaf_tokens: int = 0  # N_leaf: tokens of one path per leaf, which training without trees would run
     distinct_tokens: int = 0  # N_tree
     executed_tokens: int = 0  # N_part: larger than N_tree if partitions or pieces repeat shared tokens
-    split_tokens: int = 0  # tokens that pieces of trees repeat, see balance/splitting.py
+    split_tokens: int = 0  # tokens that pieces of trees repeat, see run/balance/splitting.py
     scored_edges: int = 0
     forwards: int = 0  # one per micro-batch, or one per partition of it
     gateway_bytes: int = 0  # keys, values and states that partitions read from their ancestors

@@ -1,5 +1,6 @@
 """Reinforcement learning on token trees: sample rollouts, reward them, train on their trees, repeat.
 
+settings.py          the tables [rl], [rl.server] and [warm_start]
 environment.py       what a task is: the protocols Environment and Episode, Reply, and the environment Desk
 search.py            a bundled environment: questions that need several searches
 sampler.py           the protocols Sampler and RemoteSampler, and Completion, a sampled turn

@@ -294,7 +294,7 @@ def token_paths(
 
     Args:
         name: the task's name, with which the ids of paths begin.
-        advantage: the estimator, a name in ``registry.ADVANTAGES``.
+        advantage: the estimator, a name in ``ADVANTAGES``.
         options: keyword arguments for the estimator.
     """
     histories = [TokenPath(rollout.tokens, rollout.mask) for rollout in rollouts]

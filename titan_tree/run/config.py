@@ -1,4 +1,4 @@
-"""The configuration of a run: every component's settings, one dataclass per TOML table.
+"""The configuration of a run: the settings of the core's components, one dataclass per TOML table.
 
 A component receives the values of its own table, never the whole configuration. The comment beside a key is
 its documentation, and docs/configuration.md is made from it.
@@ -24,7 +24,7 @@ from titan_tree.errors import UserError, errors_at
 from titan_tree.models.settings import LoRAConfig, ModelConfig
 from titan_tree.run.settings import CheckpointConfig, MetricsConfig, ProfilerConfig, TrainingConfig
 
-# Keys with one path, which may begin with ~: (table, key). ``find_files`` expands those of data files.
+# Keys that may be a path, which may begin with ~: (table, key). ``find_files`` expands those of data files.
 PATHS = (
     ("", "folder"),
     ("model", "hf_path"),
@@ -91,7 +91,7 @@ class Config:
         )
 
 
-# The configurations of commands with tables of their own, by one of these tables.
+# Tables that only one command has, and the configuration of that command. ``load_stored`` leaves them out.
 CONFIGURATIONS: Registry[type[Config]] = Registry(
     "configuration",
     {

@@ -12,4 +12,5 @@ gateway.py         the rows of the gateway cache that each partition reads and w
 chunks.py          runs of up to 64 tokens that a recurrent layer processes at once; Chains orders them
 layout.py          TreeLayout: the metadata that attention and recurrent layers read
 batch.py           TreeBatch: the tensors of one forward pass; TokenShard: those of one rank
+costs.py           ModelCosts, TreeCosts: operations, bytes and seconds of trees
 """

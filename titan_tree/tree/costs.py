@@ -207,8 +207,8 @@ def leaf_sizes(tree: TokenTree) -> np.ndarray:
 
     For each leaf in DFS order, entry 0 holds the sizes of the tokens that its path does not share with the
     paths of earlier leaves. Entry 1 holds those of the tokens that it shares: a piece that starts with this
-    leaf (balance/splitting.py) computes them again. The tokens and visible pairs of a piece are the sums of
-    these entries. Its edges and chunks are at most the sums.
+    leaf (run/balance/splitting.py) computes them again. The tokens and visible pairs of a piece are the sums
+    of these entries. Its edges and chunks are at most the sums.
     """
     nodes = _node_sizes(tree)
     down_to = np.zeros((len(nodes) + 1, len(SIZES)), np.int64)  # from the root; the last row is for no node

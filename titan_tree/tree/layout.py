@@ -57,7 +57,7 @@ class TreeLayout:
     chains: Chains | None = None  # of chunks; one of its tensors stays on the host
 
     # For sums over tokens: the number of paths through each token, or 0 if another partition or piece
-    # (balance/splitting.py) counts it.
+    # (run/balance/splitting.py) counts it.
     num_paths: Tensor | None = None  # [N] float32
 
     # Derived by components from the fields above, once per batch.

@@ -3,6 +3,7 @@
 sources.py    files, folders and sessions -> groups of records
 rendering.py  a group -> paths, and the kind of message that each token belongs to
 segments.py   a token tree -> segments, the columns of the page
+credit.py     the advantages of a tree's answers under every estimator
 payload.py    all trees -> the payload, a JSON object
 runs.py       the folder of a run -> its curves and its configuration
 sentences.py  totals -> three sentences

@@ -15,6 +15,7 @@ from titan_tree.distributed.optimizers import build_lr_schedulers, build_optimiz
 from titan_tree.distributed.settings import LRSchedulerConfig, OptimizerConfig, ParallelConfig
 from titan_tree.models.settings import ModelConfig
 from titan_tree.run.checkpoint import Checkpoints, Progress
+from titan_tree.run.config import Config
 from titan_tree.run.model_setup import build_parallel_model
 from titan_tree.run.settings import CheckpointConfig, TrainingConfig
 
@@ -42,8 +43,9 @@ class Run:
     def __init__(self, case: str, stage: int, folder: Path) -> None:
         name, sizes, optimizer = CASES[case]
         ranks, expert_parallel = STAGES[stage]
+        model = ModelConfig(name=name, flavor="debug", overrides=sizes)
         self.model = build_parallel_model(
-            ModelConfig(name=name, flavor="debug", overrides=sizes),
+            model,
             TrainingConfig(seed=stage),  # so that no value is right by chance
             ParallelConfig(expert_parallel=expert_parallel if name == "qwen3_moe" else 1),
             init_device_mesh("cpu", (ranks,)),
@@ -61,7 +63,7 @@ class Run:
             lr_schedulers=self.lr_schedulers,
             progress=self.progress,
             architecture={},
-            run_config={},
+            run_config=Config(model=model),
         )
 
     def tensors(self) -> dict[str, Tensor]:

@@ -50,7 +50,7 @@ class TreeRecurrence(nn.Module):
     """What the modules of all rules share. They have no parameters, and their gradients are deterministic.
 
     Args:
-        backend: a name from ``registry.RECURRENCE_BACKENDS``, or "auto".
+        backend: a name from ``RECURRENCE_BACKENDS``, or "auto".
             "hopper": kernels for Hopper GPUs, partly in Gluon. bfloat16, head dims 64 and 128.
             "triton": kernels for any GPU. bfloat16 or float32, head dims 16, 32, 64 and 128.
             "reference": plain PyTorch; any device, float dtype and head dim.

@@ -38,7 +38,7 @@ class TreeAttention(nn.Module):
     Query i sees key j iff ``j <= layout.key_index[i] < layout.subtree_end[j]``. The module has no parameters.
 
     Args:
-        backend: a name from ``registry.ATTENTION_BACKENDS``, or "auto".
+        backend: a name from ``ATTENTION_BACKENDS``, or "auto".
             "hopper": kernels for Hopper GPUs, in Gluon. 16-bit dtypes, head dim 64, 128 or 256.
             "triton": kernels for any GPU. 16-bit dtypes and float32, head dims up to 256 that 8 divides.
             "flash": FlexAttention on FlashAttention-4's kernels; needs a Hopper GPU and flash-attn-4.

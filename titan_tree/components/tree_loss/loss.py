@@ -125,7 +125,7 @@ class TreeLoss:
     """A registered loss, reduced over the paths of a global batch.
 
     Args:
-        name: a name in ``registry.LOSSES``, or one given to ``register_loss``.
+        name: a name in ``LOSSES``, or one given to ``register_loss``.
         reduction: how token losses are added up, see the module's docstring.
         entropy: coefficient of an entropy bonus: ``entropy * H`` is subtracted from every token's loss.
         kl: a penalty for diverging from a reference policy; None: no penalty.

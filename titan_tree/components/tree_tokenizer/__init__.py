@@ -2,6 +2,7 @@
 
 tokenizer.py         TreeTokenizer, which combines the modules below
 vocabulary.py        reads vocabularies: a Hugging Face tokenizer.json, a .tiktoken rank file, or plain bytes
+hf_files.py          the files of a tokenizer in a Hugging Face folder
 encoders.py          encodes and decodes text with a vocabulary, by tiktoken or by the library tokenizers
 messages.py          checks conversations and converts them into one form
 endings.py           how an answer of a model ended, which decides what of it is trained

@@ -6,7 +6,8 @@ token ids. To support another format, write a subclass of ``RowReader`` in a new
 
 containers   a file -> rows: containers.py (JSON Lines, JSON documents, Parquet, Arrow)
              decompress.py reads gzip and Zstandard; strict_json.py refuses what JSON parsers would change
-formats      a row -> a record: openai_chat.py, anthropic.py, token_rows.py, ...
+formats      a row -> a record: openai_chat.py, openai_responses.py, anthropic.py, llama_factory.py
+             (ShareGPT and Alpaca), text_rows.py, token_rows.py, explicit_trees.py
              row_reader.py has their base class, chat.py shared parts; own_schema.py passes our own records on
 harnesses    sessions of coding agents, and files of benchmarks and of frameworks of reinforcement learning
 """

@@ -1,9 +1,9 @@
 """Hugging Face snapshots: local folders with a config.json and safetensors files.
 
-files    the files of a snapshot, opened and checked
-names    how the tensors of a snapshot correspond to the parameters of a model
-load     snapshot -> model
-save     model -> snapshot
+snapshot_files  the files of a snapshot, opened and checked
+names           how the tensors of a snapshot correspond to the parameters of a model
+load            snapshot -> model
+save            model -> snapshot
 """
 
 from titan_tree.models.hf.load import (

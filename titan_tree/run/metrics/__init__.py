@@ -1,7 +1,7 @@
 """Metrics compute the numbers of a step, and loggers record them.
 
 loggers.py          Logger, and the loggers of a run
-builtin_loggers.py  log lines, metrics.csv and TensorBoard;  wandb.py: W&B
+builtin_loggers.py  log lines, metrics.csv and TensorBoard;  wandb.py: W&B;  mlflow.py: MLflow
 step_metrics.py     StepReport, and what is computed from it
 """
 
