@@ -87,7 +87,7 @@ def _file(module: str) -> Path | None:
 
 
 def arrows(types: bool) -> set[tuple[str, str]]:
-    """Returns the pairs of rooms of which the first imports from the second."""
+    """Returns the pairs (importing room, imported room)."""
     pairs = {(room(file), room(target)) for file in sources() for target in imports(file, types)}
     return {(one, other) for one, other in pairs if one != other}
 

@@ -1,6 +1,6 @@
 """Registries: names that a configuration can use, and their implementations.
 
-Each registry stands beside the interface that its entries have; docs/extending.md lists them. A configuration
+Each registry is declared beside the interface of its entries; docs/extending.md lists them. A configuration
 can also name code of its own, as "module:attribute" (plugins.py).
 """
 

@@ -86,9 +86,7 @@ def load_tables(
 
     Args:
         tables: the dataclass of the whole configuration.
-        path: the TOML file, or the name of one in train_configs/, such as ``demo``.
-        overrides: ``table.key=value`` arguments; leading dashes are ignored. Values follow YAML: ``3``,
-            ``1e-4``, ``true``, ``null``, ``[a, b]``. ``model.overrides={}`` removes the file's overrides.
+        path, overrides: see ``titan_tree.load_config``.
         skip: tables of the file that are ignored.
 
     Raises:

@@ -100,16 +100,18 @@ CONFIGURATIONS: Registry[type[Config]] = Registry(
         "warm_start": "titan_tree.rl.settings:RLRunConfig",
     },
 )
-NAMES_OF_CODE = "model.name=qwen3", "model.attention=auto", "model.recurrence=auto"  # instead of stored names
+# Values that replace the names in a stored [model], which may be code.
+NAMES_OF_CODE = "model.name=qwen3", "model.attention=auto", "model.recurrence=auto"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Returns the configuration of a TOML file, with overrides applied.
+    """Returns the configuration of a training run from a TOML file, with overrides applied.
 
     Args:
         path: the TOML file, or the name of one in train_configs/, such as ``demo``.
         overrides: ``table.key=value`` arguments; leading dashes are ignored. Values follow YAML: ``3``,
             ``1e-4``, ``true``, ``null``, ``[a, b]``. ``model.overrides={}`` removes the file's overrides.
+
     Raises:
         UserError: the file cannot be read, or it or an override contains a wrong key or value.
     """
@@ -117,7 +119,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_any(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Returns the configuration with the tables of the command that it is for. See ``load_config``."""
+    """Returns the configuration with the tables of the command that it is for. See ``load_tables``."""
     return load_tables(_tables_of(path, overrides), path, overrides)
 
 
@@ -131,7 +133,7 @@ def load_stored(path: str | Path, plugins: bool = False, data_only: bool = False
         data_only: read only the tables [data] and [model], and not the names in [model], which may be code.
 
     Raises:
-        UserError: see ``load_config``; or what is read names code, and ``plugins`` is false.
+        UserError: see ``load_tables``; or what is read names code, and ``plugins`` is false.
     """
     tables = _tables_of(path)
     skip = set(CONFIGURATIONS)
