@@ -2,12 +2,14 @@
 
     python -m tests.update --curves     # records them anew, after a change of numbers that is meant
 
-The digits depend on torch and on the instructions of the CPU. Where they are not those of the recording, only
-the first steps are compared, within rounding.
+The digits depend on torch and on the CPU, whose model decides which kernels of matrix products run. Where they are not
+those of the recording, only the first steps are compared, within rounding.
 """
 
 import csv
 import json
+import platform
+import re
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,18 @@ from titan_tree.cli import main
 
 CURVES = Path(__file__).parent / "curves"
 DEMOS = ("demo", "demo_qwen3_5", "demo_qwen3_moe")
-MACHINE = {"torch": torch.__version__.partition("+")[0], "cpu": torch.backends.cpu.get_cpu_capability()}
+
+
+def cpu_model() -> str:
+    """Vendor, family and model of the CPU, and the instructions that torch uses: "AuthenticAMD 25 1, AVX2"."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    found = [re.search(rf"^{key}\s*: (.*)$", text, re.MULTILINE) for key in ("vendor_id", "cpu family", "model")]
+    name = " ".join(match[1] for match in found if match) or platform.machine()
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+MACHINE = {"torch": torch.__version__.partition("+")[0], "cpu": cpu_model()}
 
 
 def recorded(name: str) -> list[dict[str, str]]:
