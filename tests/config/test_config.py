@@ -92,6 +92,8 @@ def test_an_empty_table_clears_a_key_and_other_tables_are_merged(file: Path) -> 
         "clip_high": 0.3
     }
     assert load_config(file, ["loss={}"]) == load_config(file)
+    nested = ["data.sample.tool={name: a, size: 1}", "data.sample.tool.size=2"]
+    assert load_config(file, nested).data.sample == {"tool": {"name": "a", "size": 2}}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from tests.support.policy_losses import LOSSES, reduced
 from titan_tree.components.tree_loss.corrections import KLPenalty, RolloutCorrection
 from titan_tree.components.tree_loss.loss import TreeLoss
 from titan_tree.engine.tree_step import TreeStep
+from titan_tree.models.pretrained import build_model
+from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
 FIELDS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "advantage", "loss_mask")
@@ -84,3 +86,28 @@ def test_a_step_equals_transformers_on_every_path(model, case):
     assert ("ess" in metrics[0]) == corrects
     if corrects:
         assert 0 < metrics[0]["ess"] < 1
+
+
+def test_whitening_counts_tokens_by_their_weights():
+    """A step of several micro-batches, against one whose advantages NumPy has whitened."""
+    rng = np.random.default_rng(0)
+    paths = [
+        TokenPath(rng.integers(0, 16, 6), [1, 0, 1, 1, 1, 0], weight=weight, advantage=rng.normal(size=6))
+        for weight in (0.5, 1.0, 2.5)
+    ]
+    trees = [[TokenTree.from_paths([path])] for path in paths]
+    model = build_model("qwen3", "debug", vocab_size=16)
+    model.init_weights(0)
+
+    def loss(whiten):
+        step = TreeStep(model, TreeLoss("reinforce", "token_mean", whiten=whiten))
+        return step.run(step.prepare(trees)).loss.item()
+
+    whitened = loss(whiten=True)
+    A = np.concatenate([path.advantage[1:] for path in paths]).astype(np.float64)
+    counts = np.concatenate([path.weight * path.loss_mask[1:] for path in paths])
+    mean = np.average(A, weights=counts)
+    variance = (counts * (A - mean) ** 2).sum() / (counts.sum() - 1)
+    for path in paths:
+        path.advantage = ((path.advantage - mean) / np.sqrt(variance + 1e-8)).astype(np.float32)
+    assert whitened == pytest.approx(loss(whiten=False), rel=1e-5)

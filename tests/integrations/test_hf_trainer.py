@@ -94,6 +94,9 @@ def test_ten_steps_equal_those_of_trainer(
     assert len(one) == 10
     assert [log["loss"] for log in other] == pytest.approx([log["loss"] for log in one], rel=1e-5)
     assert all(log["tree/distinct_tokens"] < log["tree/row_tokens"] for log in other)
+    tokens = sum(len(row["input_ids"]) for row in rows()) / options.get("gradient_accumulation_steps", 1)
+    logged = [log["tree/row_tokens"] for log in other]  # means over the forward passes of a step
+    assert [one + two for one, two in zip(logged[::2], logged[1::2], strict=True)] == [tokens] * 5  # epochs
     weights = tree.model.state_dict()
     moved = max(float((p - start[name]).norm()) for name, p in stock.model.state_dict().items())
     for name, p in stock.model.state_dict().items():

@@ -214,6 +214,7 @@ def test_experts_of_each_context_stay_as_they_were_sampled() -> None:
     first, second = rollout.paths(np.zeros(9), "r")
     assert first.routed_experts[:, 0, 0].tolist() == [10, 21, 12, 23, 24, -1]
     assert second.routed_experts[:, 0, 0].tolist() == [30, 31, -1]
+    assert [each[:, 0, 0].tolist() for each in rollout.fork(0).experts] == [[10, 21]]  # its prompt's alone
     fork = rollout.fork(1)
     assert [each[:, 0, 0].tolist() for each in fork.experts] == [[10, 21, 12, 23, 24]]
     fork.write([6, 6], [-1.0, -1.0], rows(40, 6))

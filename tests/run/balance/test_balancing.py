@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,8 +22,9 @@ from tests.support.tiny_run import read_metrics, tiny_config, train, write_confi
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.engine.device_clock import DeviceClock
 from titan_tree.errors import AgreedError
+from titan_tree.models.pretrained import build_model
 from titan_tree.run.balance import balancing
-from titan_tree.run.balance.balancing import WorkTimer
+from titan_tree.run.balance.balancing import Balancing, WorkTimer
 from titan_tree.run.checkpoint.storage import read_manifest
 from titan_tree.run.config import Config
 
@@ -124,6 +126,23 @@ def test_a_run_resumes_with_the_costs_of_its_checkpoint(tmp_path: Path) -> None:
     assert len(set(shares)) > 8  # steps differ
     before, after = read_manifest(tmp_path / "whole/run/checkpoints/step-6")["data"]["balance"]["costs"]
     assert before != after
+
+
+def test_a_resume_before_the_fit_keeps_the_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(balancing, "WorkTimer", lambda *_: None)  # FSDP2 has not sharded the model
+    model, device = build_model("qwen3", "debug", vocab_size=64), torch.device("cpu")
+    fixed: dict[str, Any] = {"sequence_parallel": 1, "expert_parallel": False, "fixed": False, "splits": True}
+    whole, resumed = (Balancing(model, device, 64, **fixed) for _ in range(2))
+    measured = [(np.array([100 * i + 50, 900, 40, 3, 1]), 0.1 * i + 1) for i in range(4)]
+    whole.fit_step = 4
+    for sizes, seconds in measured[:2]:
+        whole.fit.add(sizes, seconds)
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    assert resumed.fit_step == 4
+    for each in (whole, resumed):
+        for sizes, seconds in measured[2:]:
+            each.fit.add(sizes, seconds)
+    assert resumed.fit.solve() == whole.fit.solve() != whole.estimated
 
 
 def bad_line(rank: int, ports: list[int], folder: Path, workers: list[int]) -> None:
