@@ -187,13 +187,14 @@ print(*sorted(name.partition(".data.readers.")[2] for name in sys.modules if ".d
 
 
 def test_a_chat_file_imports_no_reader_of_another_format(tmp_path):
-    """The readers of Anthropic's messages and of logs share parts with that of OpenAI's."""
+    """The readers of Anthropic's messages, of logs and of token ids share parts with that of OpenAI's."""
     file = write_lines(tmp_path / "chat.jsonl", [{"messages": [{"role": "user", "content": "?"}]}])
     printed = subprocess.run(
         [sys.executable, "-c", READ_CHAT, file], check=True, capture_output=True, text=True
     ).stdout
     assert printed == (
-        "1\nanthropic chat containers decompress openai_chat row_reader strict_json text_rows\n"
+        "1\nanthropic chat containers decompress openai_chat row_reader sampled strict_json text_rows "
+        "token_rows\n"
     )
 
 

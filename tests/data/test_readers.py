@@ -220,3 +220,85 @@ def test_a_damaged_gzip_file_is_an_error(tmp_path, damage):
     file.write_bytes(data[: len(data) // 2] if damage == "truncated" else data[:-8] + b"\0" * 8)
     with pytest.raises(UserError, match=r"f.gz:\d+: damaged gzip file"):
         read([str(file)])
+
+
+MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+def test_a_list_of_messages_is_one_conversation(tmp_path):
+    files = {
+        "one line": json.dumps(MESSAGES),
+        "a document": json.dumps(MESSAGES, indent=1),
+        "a message per line": "[" + ",\n".join(map(json.dumps, MESSAGES)) + "]",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+        assert read([str(tmp_path / name)]) == [(f"{tmp_path}/{name}", {"messages": MESSAGES})]
+    lines = write(tmp_path / "lines", MESSAGES, MESSAGES)
+    assert read([lines]) == [(f"{lines}:{n}", {"messages": MESSAGES}) for n in (1, 2)]
+    with pytest.raises(UserError, match=r"expected one JSON object per line, got list"):
+        read([write(tmp_path / "other", {"messages": MESSAGES}, [1])])
+
+
+def test_columns_of_the_type_json_are_parsed(tmp_path):
+    """As datasets stores Json() and List(Json()); null in a value stays, as the model wrote it."""
+    import pyarrow
+    import pyarrow.parquet
+
+    def as_json(*texts):
+        return pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array(texts))
+
+    texts = [json.dumps(m | {"x": None}) for m in MESSAGES]
+    messages = pyarrow.ListArray.from_arrays([0, 2], as_json(*texts))
+    nested = pyarrow.StructArray.from_arrays([as_json("[1]"), pyarrow.array(["[2]"])], ["tools", "name"])
+    table = pyarrow.table({"messages": messages, "nested": nested})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    ((_, record),) = read([str(tmp_path / "a.parquet")])
+    assert record == {
+        "messages": [m | {"x": None} for m in MESSAGES],
+        "nested": {"tools": [1], "name": "[2]"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("Access denied", r"begins with 'Access denied'; download it again"),
+        ("<html>", "it is a web page or XML"),
+        ("version https://git-lfs.github.com/spec/v1", "it is a pointer of Git LFS"),
+    ],
+)
+def test_what_is_named_parquet_and_is_not_is_named(tmp_path, content, message):
+    (tmp_path / "x.parquet").write_text(content)
+    with pytest.raises(UserError, match=r"x.parquet: expected a Parquet file.*" + message):
+        read([str(tmp_path / "x.parquet")])
+
+
+def test_a_session_of_gemini_is_refused_by_name(tmp_path):
+    head = {"sessionId": "s", "projectHash": "h", "startTime": "t"}
+    for rows in (
+        [head, {"id": "1", "type": "user", "content": "a"}],
+        [head | {"messages": [{"type": "user"}]}],
+    ):
+        with pytest.raises(
+            UserError, match="f: a session of Gemini CLI, which is not read; write its messages"
+        ):
+            read([write(tmp_path / "f", *rows)])
+
+
+class Unfinished(RowReader):
+    """Lacks ``convert``."""
+
+
+def test_a_reader_without_its_methods_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(READERS, "_entries", READERS._entries | {"mine": Unfinished})
+    with pytest.raises(UserError, match=r"data.format mine: Unfinished has no convert; define it"):
+        read([write(tmp_path / "f", {"a": 1})], format="mine")
+
+
+def test_an_id_that_appears_twice_is_named_once(tmp_path, caplog):
+    rows = [{"id": name, "messages": MESSAGES} for name in ("a", "b", "a", "b")]
+    dataset = tree_dataset([write(tmp_path / "f", *rows)], TreeTokenizer.byte_level())
+    assert len(list(dataset.reader.files.groups())) == 4
+    (line,) = [r.message for r in caplog.records if "appeared before" in r.message]
+    assert line.startswith(f"{tmp_path}/f:3: the id 'a' appeared before")

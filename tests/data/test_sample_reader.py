@@ -207,11 +207,11 @@ MALFORMED = {
     "answer alone": ({"choices": []}, "got choices; log each answer with its request"),
     "turns of ShareGPT": (
         {"messages": [{"from": "gpt", "value": "a", "role": "assistant", "content": "a"}]},
-        r"messages\[0\].from: not read; write role and content, or name the list conversations",
+        r"messages\[\*\].from: not read; write role and content, or name the list conversations",
     ),
     "a score": (
         {"messages": chat("a", "b"), "score": 1},
-        "score: not read; a reward is called reward, or list",
+        "score: not read; a reward is called reward.",
     ),
     "two kinds": ({"tokens": [1], "messages": []}, "got messages and tokens"),
     "no role": ({"messages": [{"content": "x"}]}, r"messages\[0\].role"),

@@ -45,7 +45,10 @@ def error_of(tmp_path, *lines, **settings):
     [
         (ROW | {"advantages": 1}, "advantages: unknown field; did you mean 'advantage'?"),
         (ROW | {"old_logprob": [0, -1, -2]}, "old_logprob: unknown field; did you mean 'old_logprobs'?"),
-        (ROW | {"zzz": 1}, "zzz: unknown field of token ids."),
+        (
+            ROW | {"zzz": 1, "yyy": 1},
+            "zzz, yyy: unknown fields of token ids. To ignore: data.ignore_fields='[",
+        ),
         (ROW | {"labels": [-100, 6, 7]}, "labels: not read; give unpadded tokens and a loss_mask"),
         (ROW | {"tools": []}, "tools: not read here; only conversations have tools"),
         (CHAT | {"tool": []}, "tool: unknown field; did you mean 'tools'?"),
@@ -54,14 +57,14 @@ def error_of(tmp_path, *lines, **settings):
         ({"trajectories": [ROW | {"wieght": 1}]}, "trajectories[0]: wieght: unknown field; did you mean"),
         (
             {"messages": [{**CHAT["messages"][0], "nmae": "x"}]},
-            "messages[0].nmae: unknown field; did you mean",
+            "messages[*].nmae: unknown field; did you mean",
         ),
     ],
 )
 def test_an_unknown_field_is_an_error_that_names_the_nearest_one(tmp_path, record, message):
     error = error_of(tmp_path, ROW, record)
     assert error.startswith(f"2: {message}")
-    assert error.endswith("ist it in data.ignore_fields to ignore it")
+    assert error.endswith("""]'""")
 
 
 def test_legacy_calls_are_refused_unless_the_reader_converts_them(tmp_path):
@@ -80,12 +83,34 @@ def test_fields_can_be_ignored(tmp_path):
     grouped = {"trajectories": [ROW | {"group_id": 1}]}
     assert "trajectories[0]: group_id: not read here; a task is one group" in error_of(tmp_path, grouped)
     message = {"messages": [{"role": "assistant", "content": "b", "mood": 1}]}
-    assert "messages[0].mood: unknown field of a message" in error_of(tmp_path, message)
-    assert len(paths_of(tmp_path, message, ignore_fields=["mood"])[0]) == 1
+    assert "messages[*].mood: unknown field of a message" in error_of(tmp_path, message)
+    for name in ("mood", "messages[*].mood"):
+        assert len(paths_of(tmp_path, message, ignore_fields=[name])[0]) == 1
     with pytest.raises(
         UserError, match=r"data.ignore_fields: 'advantage' is a field that is read; remove it"
     ):
         sample_reader("demo", ignore_fields=["advantage"])
+
+
+def test_all_unknown_fields_of_a_file_are_in_one_message(tmp_path):
+    """Fields that only later rows have, too; each further row names its own."""
+    mood = {"messages": [{"role": "assistant", "content": "b", "mood": 1}]}
+    rows = [CHAT | {"ts": 1}, CHAT | {"aaa": 1, "advantages": 1}, {"trajectories": [mood], "bbb": 1}, CHAT]
+    error = error_of(tmp_path, *rows)
+    assert error == (
+        "2: aaa: unknown field of a conversation. advantages: unknown field; did you mean 'advantage'? bbb: "
+        "unknown field of a task. messages[*].mood: unknown field of a message. To ignore: "
+        """data.ignore_fields='["aaa", "advantages", "bbb", "mood"]'"""
+    )
+    reader = sample_reader(tmp_path / "rollouts.jsonl", BYTES)
+    first, second, third, last = reader.files.groups()
+    assert len(reader.paths(first)) == len(reader.paths(last)) == 1
+    assert reader.fields.counts == {"ts": 1}
+    for group, names in ((second, "bbb"), (second, "aaa"), (third, "bbb")):
+        with pytest.raises(UserError, match=names):
+            reader.paths(group)
+    names = ["aaa", "advantages", "bbb", "mood"]
+    assert len(paths_of(tmp_path, *rows, ignore_fields=names)) == 4
 
 
 def test_fields_that_the_chat_template_reads_are_known(tmp_path):

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from tests.support.cases import for_each
 from tests.support.datasets import sample_reader
 from tests.support.formats import write_document, write_lines
 from tests.support.sessions import (
@@ -16,9 +17,15 @@ from tests.support.sessions import (
     PI,
     SUMMARY,
     claude_answer,
+    claude_event,
     claude_user,
+    codex_line,
+    codex_message,
+    openhands_action,
+    pi_answer,
     text,
     tool_result,
+    tool_use,
 )
 from titan_tree.cli import main
 from titan_tree.components.tree_tokenizer import TreeTokenizer
@@ -58,7 +65,7 @@ def test_a_claude_code_session(tmp_path, caplog):
     assert skipped == {
         "file-history-snapshot": 1,
         "progress": 1,
-        "system": 1,
+        "system compact_boundary": 1,
         "summary": 1,
         "image": 1,
         "message without an answer": 1,
@@ -83,8 +90,8 @@ def test_inspect_counts_what_is_left_out(tmp_path, capsys):
     assert main(["inspect", write_lines(tmp_path / "f.jsonl", CLAUDE)]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out")]
     assert line == (
-        "left out of sessions: 1 x file-history-snapshot, 1 x progress, 1 x image, 1 x system, 1 x summary, "
-        "1 x message without an answer"
+        "left out of sessions: 1 x file-history-snapshot, 1 x progress, 1 x image, "
+        "1 x system compact_boundary, 1 x summary, 1 x message without an answer"
     )
 
 
@@ -110,7 +117,13 @@ def test_a_codex_session(tmp_path, caplog):
         (None, ["system: Be brief.", "user: kept", "user: more", "assistant: ok"]),
     ]
     items = {"item web_search_call": 1, "item compaction": 1}
-    assert skipped == {"event_msg": 2, "session_meta": 1, "turn_context": 1, **items}
+    assert skipped == {
+        "event user_message": 1,
+        "event token_count": 1,
+        "session_meta": 1,
+        "turn_context": 1,
+        **items,
+    }
     assert "some reasoning items have no text" in caplog.text
 
 
@@ -175,6 +188,211 @@ def test_newer_events_of_openhands(tmp_path):
             "tool schemas in another form": 1,
             "message without an answer": 2,
         }
+
+
+def claude_boundary(anchor, parent=None, **metadata):
+    fields = {"anchorUuid": anchor}
+    kept = {"compactMetadata": {name: fields | value for name, value in metadata.items()}}
+    return claude_event("b", parent, "system", subtype="compact_boundary", **kept)
+
+
+CLAUDE_KEPT = [
+    claude_user("u0", None, "first"),
+    claude_answer("a0", "u0", "m0", text("0"), "end_turn"),
+    claude_user("k1", "a0", "kept"),
+    claude_answer("k2", "k1", "m1", tool_use("t1")),
+    claude_user("k3", "k2", [tool_result("t1", "one")]),
+    claude_answer("k4", "k2", "m1", tool_use("t2"), "tool_use"),
+    claude_user("k5", "k4", [tool_result("t2", "two")]),
+    claude_answer("k6", "k5", "m2", text("1"), "end_turn"),
+]
+FIRST_TURNS = ["user: kept", "assistant:  !t1 !t2", "tool: one", "tool: two", "assistant: 1"]
+FIRST_CONTEXT = (1203, ["user: first", "assistant: 0", *FIRST_TURNS])
+KEPT = ["user: kept", "*assistant:  !t1 !t2", "tool: one", "tool: two", "*assistant: 1"]
+KEPT_SEGMENT = {"preservedSegment": {"headUuid": "k1", "tailUuid": "k6"}}
+
+
+@for_each(
+    ("anchor", "metadata", "summary_parent", "start"),
+    [
+        ("s", KEPT_SEGMENT, "b", ["user: Sum.", *KEPT]),
+        ("s", {"preservedMessages": {"uuids": [f"k{n}" for n in range(1, 7)]}}, "b", ["user: Sum.", *KEPT]),
+        ("b", KEPT_SEGMENT, "b", [*KEPT, "user: Sum."]),  # the summary is of what came after
+    ],
+)
+def test_messages_that_a_compaction_kept_follow_its_summary(
+    tmp_path, anchor, metadata, summary_parent, start
+):
+    """Their lines stay where they were, and later lines name them as their parents."""
+    file = write_lines(
+        tmp_path / "f.jsonl",
+        [
+            *CLAUDE_KEPT,
+            claude_boundary(anchor, **metadata),
+            claude_user("s", summary_parent, "Sum.", isCompactSummary=True),
+            claude_user("u1", "s" if anchor == "b" else "k6", "new"),
+            claude_answer("a1", "u1", "m3", text("2"), "end_turn"),
+            claude_user("u2", "a1", "end"),
+            claude_answer("a2", "u2", "m4", text("3"), "end_turn"),
+        ],
+    )
+    trajectories, _ = read(file)
+    last = (None, [*start, "user: new", "assistant: 2", "user: end", "assistant: 3"])
+    assert trajectories == [FIRST_CONTEXT, last]
+    tokenizer = TreeTokenizer.byte_level()
+    reader = sample_reader(file, tokenizer)
+    (group,) = reader.files.groups()
+    assert len(reader.paths(group)) == 5  # each answer once
+
+
+def test_a_compaction_without_its_messages_is_refused(tmp_path):
+    segment = {"preservedSegment": {"headUuid": "gone", "tailUuid": "k6"}}
+    summary = claude_user("s", "b", "Sum.", isCompactSummary=True)
+    file = write_lines(tmp_path / "f.jsonl", [*CLAUDE_KEPT, claude_boundary("s", **segment), summary])
+    with pytest.raises(UserError, match=r"f.jsonl:9: compactMetadata: expected the messages that the compac"):
+        read(file)
+
+
+@for_each(
+    ("fields", "context"),
+    [
+        (
+            {"subtype": "snip_boundary", "snipMetadata": {"removedUuids": ["u0", "a0"]}},
+            KEPT,
+        ),
+        (
+            {"subtype": "microcompact_boundary", "microcompactMetadata": {"compactedToolIds": ["t1"]}},
+            ["user: first", "*assistant: 0", *KEPT[:2], "tool: [Old tool result content cleared]", *KEPT[3:]],
+        ),
+    ],
+)
+def test_what_a_line_removes_is_not_in_later_contexts(tmp_path, fields, context):
+    lines = [
+        *CLAUDE_KEPT,
+        claude_event("b", "k6", "system", **fields),
+        claude_user("u1", "b", "new"),
+        claude_answer("a1", "u1", "m3", text("2"), "end_turn"),
+    ]
+    trajectories, _ = read(write_lines(tmp_path / "f.jsonl", lines))
+    assert trajectories == [FIRST_CONTEXT, (None, [*context, "user: new", "assistant: 2"])]
+
+
+def test_output_of_local_commands_is_read(tmp_path):
+    command = claude_event("c", "k6", "system", subtype="local_command", content="<stdout>x")
+    lines = [*CLAUDE_KEPT, command, claude_answer("a1", "c", "m3", text("2"), "end_turn")]
+    ((_, turns_read),), _ = read(write_lines(tmp_path / "f.jsonl", lines))
+    assert turns_read[-2:] == ["user: <stdout>x", "assistant: 2"]
+
+
+def rolled_back(number):
+    return codex_line("event_msg", type="thread_rolled_back", num_turns=number)
+
+
+def codex_turn(number, question=None):
+    return [codex_message("user", question or f"q{number}"), codex_message("assistant", f"a{number}")]
+
+
+@for_each(
+    ("number", "kept"),
+    [(1, ["user: q1", "*assistant: a1"]), (2, []), (9, []), (0, ["user: q1", "*assistant: a1", "user: q2"])],
+)
+def test_turns_that_codex_rolled_back_are_a_branch(tmp_path, number, kept):
+    context = codex_message("user", "<environment_context>here</environment_context>")
+    rows = [context, *codex_turn(1), context, *codex_turn(2), rolled_back(number), *codex_turn(3)]
+    trajectories, _ = read(write_lines(tmp_path / "f.jsonl", rows))
+    here = "user: <environment_context>here</environment_context>"
+    first = (None, [here, "user: q1", "assistant: a1", here, "user: q2", "assistant: a2"])
+    if number == 0:
+        assert trajectories == [(None, [*first[1], "user: q3", "assistant: a3"])]
+        return
+    after = [here, *kept, *([here] if kept else []), "user: q3", "assistant: a3"]
+    assert trajectories == [first, (None, after)]
+
+
+def test_a_rollback_behind_a_compaction_is_refused(tmp_path):
+    rows = [*codex_turn(1), codex_line("compacted", message="Sum."), *codex_turn(2), rolled_back(2)]
+    with pytest.raises(
+        UserError, match=r"f.jsonl:6: payload.num_turns: the rollback takes back a compaction"
+    ):
+        read(write_lines(tmp_path / "f.jsonl", [*rows, *codex_turn(3)]))
+
+
+def pi_old(message):
+    return {"type": "message", "timestamp": "t", "message": message}
+
+
+def test_the_first_version_of_pi_has_no_ids(tmp_path):
+    rows = [
+        {"type": "session", "id": "p", "provider": "x"},
+        pi_old({"role": "user", "content": "look"}),
+        pi_old(pi_answer(text("one"))),
+        pi_old({"role": "bashExecution", "command": "ls", "output": "a", "exitCode": 1}),
+        pi_old({"role": "bashExecution", "command": "pwd", "output": "b", "excludeFromContext": True}),
+        pi_old(pi_answer(text("two"))),
+        {"type": "compaction", "timestamp": "t", "summary": "Sum.", "firstKeptEntryIndex": 5},
+        pi_old({"role": "user", "content": "more"}),
+        pi_old(pi_answer(text("three"))),
+        {"type": "compaction", "timestamp": "t", "summary": "End.", "firstKeptEntryIndex": 8},
+    ]
+    file = write_lines(tmp_path / "f.jsonl", rows)
+    command = "user: Ran `ls`\n```\na\n```\n\nCommand exited with code 1"
+    assert read(file) == (
+        [
+            (310, ["user: look", "assistant: one", command, "assistant: two"]),
+            (None, ["user: Sum.", "*assistant: two", "user: more", "assistant: three"]),
+        ],
+        {"session": 1, "message without an answer": 1},  # the last compaction
+    )
+    reader = sample_reader(file, TreeTokenizer.byte_level())
+    assert [len(reader.paths(group)) for group in reader.files.groups()] == [3]
+
+
+def test_a_delegate_of_openhands_has_a_context_of_its_own(tmp_path):
+    history = [
+        openhands_action(0, "message", "user", content="look"),
+        openhands_action(1, "delegate", agent="Browser", thought="browse"),
+        openhands_action(2, "message", "user", content="browse it"),
+        openhands_action(3, "message", content="found"),
+        {"id": 4, "observation": "delegate", "content": "found", "cause": 1},
+        openhands_action(5, "message", content="done"),
+    ]
+    trajectories, _ = read(write_document(tmp_path / "f.json", {"history": history}))
+    assert trajectories == [
+        (None, ["user: browse it", "assistant: found"]),
+        (None, ["user: look", "assistant: browse !event1", "tool: found", "assistant: done"]),
+    ]
+
+
+@for_each(
+    ("rows", "kind"),
+    [
+        ([*CLAUDE_KEPT, claude_event("x", "k6", "content-replacement")], "content-replacement"),
+        ([*CLAUDE_KEPT, claude_event("x", "k6", "system", subtype="rewound")], "system rewound"),
+        ([*codex_turn(1), codex_line("event_msg", type="history_edited")], "event history_edited"),
+        ([*codex_turn(1), codex_line("world_state")], "world_state"),
+        ([*PI, {"type": "leaf", "id": "x", "parentId": "1"}], "leaf"),
+        ([{"history": [*OPENHANDS, openhands_action(11, "loop_recovery", "user")]}], "action loop_recovery"),
+    ],
+)
+def test_events_that_may_have_changed_a_prompt_are_named(tmp_path, caplog, rows, kind):
+    caplog.clear()
+    read(write_lines(tmp_path / "f.jsonl", rows))
+    (line,) = [r.message for r in caplog.records if "not known whether it changed" in r.message]
+    assert f"f.jsonl: {kind}: this kind of event is left out" in line
+
+
+@for_each(
+    "rows",
+    [
+        [*codex_turn(1), codex_line("session_meta", forked_from_id="other")],
+        [{"type": "session", "id": "p", "parentSession": "other"}, *PI[1:]],
+        [row | {"forkedFrom": {"sessionId": "other"}} for row in CLAUDE_KEPT],
+    ],
+)
+def test_a_copied_session_is_named(tmp_path, caplog, rows):
+    caplog.clear()
+    read(write_lines(tmp_path / "f.jsonl", rows))
+    assert "this session continues a copy of other" in caplog.text
 
 
 def test_the_order_of_lines_does_not_matter(tmp_path):

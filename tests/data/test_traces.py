@@ -179,7 +179,7 @@ SECOND = ("response", "output", 2)
         (SHORT, "nodes[2].mask: expected 3 entries, got 1"),
         (
             episode(TRACE, seed=3),
-            "traces[0]: seed: unknown field of a task. List it in data.ignore_fields to ignore it",
+            "traces[0]: seed: unknown field of a task. To ignore: data.ignore_fields='[\"seed\"]'",
         ),
         (episode(TRACE, SHORT), "traces[1]: nodes[2].mask: expected 3 entries, got 1"),
         (changed(TRACE, "nodes", 2, "parent", to=2), "nodes[2].parent: expected an earlier node, got 2"),

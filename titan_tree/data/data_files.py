@@ -14,7 +14,7 @@ import random
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby, islice, repeat
 from pathlib import Path
@@ -23,10 +23,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from titan_tree.data.readers import DEMO, OpenFile, Record, find_files, open_binary, read_records
 from titan_tree.data.readers.row_reader import file_of, warn_once
 from titan_tree.data.schema import (
+    ALL_IGNORED,
     CONVERSATION_FIELDS,
     INHERITED_FIELDS,
     TOKEN_FIELDS,
     TRAJECTORY_KINDS,
+    UnknownFields,
     check_record,
     is_text,
     present_fields,
@@ -40,6 +42,10 @@ if TYPE_CHECKING:
 
 
 FileState = tuple[int, int, int]  # size in bytes, time of the last change in nanoseconds, inode
+REPEATED_ID = (
+    "the id {!r} appeared before, perhaps with others; each such record is a task of its own: give them one "
+    "group_id, or remove what was written twice"
+)
 MARSHAL = 2  # a version that depends only on values, not on which objects are shared
 
 
@@ -280,11 +286,18 @@ def group_records(records: Iterable[tuple[str, Record]], first_places: dict[str,
     Raises:
         UserError: the records of a group are not adjacent. Two trees would compute their shared tokens twice.
     """
+    ids: set[str] | None = set()  # of records without a group_id; None after the warning about one
     for (is_named, name), run in groupby(records, key=lambda placed: _group_key(*placed)):
         members = list(run)
         place, record = members[0]
         if not is_named:
-            yield Group(_id(place, record, default=place), members)
+            name = _id(place, record, default=place)
+            if ids is not None and name in ids:
+                warn_once(file_of(place), REPEATED_ID.format(name), place)
+                ids = None
+            elif ids is not None and name != place:
+                ids.add(name)
+            yield Group(name, members)
             continue
         if name in first_places:
             raise UserError(
@@ -295,18 +308,18 @@ def group_records(records: Iterable[tuple[str, Record]], first_places: dict[str,
         yield Group(name, members)
 
 
-def group_trajectories(group: Group, ignored: Set[str] = frozenset("*")) -> Iterator[Trajectory]:
+def group_trajectories(group: Group, fields: UnknownFields = ALL_IGNORED) -> Iterator[Trajectory]:
     """Yields the trajectories of a group in file order.
 
     Args:
-        ignored: see ``check_record``, which checks the fields of tasks. By default, no field is refused.
+        fields: finds the unknown fields of tasks. By default, none is refused.
 
     Raises:
         UserError: malformed trajectories.
     """
     for place, record in group.records:
         if record.get("trajectories") is not None:
-            yield from _trajectories(group.id, place, record, ignored)
+            yield from _trajectories(group.id, place, record, fields)
             continue
         is_named, _ = _group_key(place, record)
         line = place.rpartition(":")[2]
@@ -337,7 +350,9 @@ def _id(place: str, record: Record, default: str) -> str:
     return default if name is None else name
 
 
-def _trajectories(group_id: str, place: str, record: Record, ignored: Set[str]) -> Iterator[Trajectory]:
+def _trajectories(
+    group_id: str, place: str, record: Record, fields_of_task: UnknownFields
+) -> Iterator[Trajectory]:
     trajectories = record["trajectories"]
     if not isinstance(trajectories, list) or not trajectories:
         raise UserError(f"{place}: trajectories: expected a non-empty list, got {shorten(trajectories)}")
@@ -346,7 +361,7 @@ def _trajectories(group_id: str, place: str, record: Record, ignored: Set[str]) 
             f"{place}: {name}: not allowed together with trajectories; move it into one of the trajectories"
         )
     with errors_at(place):
-        check_record(record, "a task", ignored)
+        check_record(record, "a task", fields_of_task)
     inherited = present_fields(record, INHERITED_FIELDS)
     for index, trajectory in enumerate(trajectories):
         trajectory_place = f"{place}: trajectories[{index}]"

@@ -10,6 +10,7 @@ import math
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from titan_tree.data.schema import (
     PATH_FIELDS,
     TOKEN_FIELDS,
     TRAJECTORY_KINDS,
+    UnknownFields,
     check_messages,
     check_record,
     is_text,
@@ -85,7 +87,7 @@ class SampleReader:
         self.files = DataFiles(config)
         self.tokenizer = tokenizer
         self.limits = limits if config.replay != "off" else limits._replace(experts=None)
-        self.ignored = frozenset(config.ignore_fields)
+        self.fields = UnknownFields(config.ignore_fields)
         for name in config.ignore_fields:
             if any(name in known for kind, known in KNOWN.items() if kind != "a text"):
                 raise UserError(
@@ -102,6 +104,7 @@ class SampleReader:
         self.same_loss, self.rejected = same_loss, 0
         self._checked_stores: set[str] = set()
         self._warned_zero = False
+        self._searched = set[str]()  # files in which all unknown fields were searched for
 
     def tree(self, group: Group, replay: Replay | None = None) -> TokenTree:
         """Returns the token tree of a group's samples.
@@ -217,9 +220,49 @@ class SampleReader:
         Raises:
             UserError: see ``paths``.
         """
+        try:
+            return self._paths_by_trajectory(group)
+        except UserError as error:
+            if not self.fields.problems:
+                raise
+            place = str(error).removesuffix(str(UserError(self.fields.message())))
+            raise UserError(place + self._unknown_fields(file_of(group.records[0][0]))) from None
+        finally:
+            self.fields.problems.clear()
+
+    def _unknown_fields(self, file: str) -> str:
+        """Returns the message about the unknown fields that were found, and about those of the whole file."""
+        if file in self._searched:
+            return self.fields.message()
+        self._searched.add(file)
+        counts, self.fields.counts, self.fields.raises = self.fields.counts, Counter(), False
+        with suppress(UserError):  # of the rest of the file, which only unknown fields concern here
+            for other in group_records(read_records(file, self.config.format), {}):
+                with suppress(UserError):
+                    for trajectory in group_trajectories(other, self.fields):
+                        self._check_fields(trajectory.record)
+        self.fields.counts, self.fields.raises = counts, True
+        return self.fields.message()
+
+    def _check_fields(self, record: Record) -> None:
+        """Raises UserError for unknown fields of a trajectory and of its messages."""
+        if is_text(record):
+            check_record(record, "a text", self.fields)
+        elif record.get("messages") is None:
+            check_record(record, "token ids", self.fields)
+        else:
+            reason = (
+                "not allowed together with messages, because the chat template makes the tokens; remove it"
+            )
+            refuse_fields(record, TOKEN_FIELDS, reason)
+            check_record(record, "a conversation", self.fields)
+            template_fields = self.tokenizer.template_fields if self.tokenizer else frozenset()
+            check_messages(_marked_messages(record), template_fields, self.fields)
+
+    def _paths_by_trajectory(self, group: Group) -> list[tuple[Trajectory, list[TokenPath]]]:
         trajectories = []
         rollouts: dict[str | int, list[TokenPath]] = defaultdict(list)  # by rollout_id, or else by trajectory
-        for number, trajectory in enumerate(group_trajectories(group, self.ignored)):
+        for number, trajectory in enumerate(group_trajectories(group, self.fields)):
             with errors_at(trajectory.place):
                 paths = self._trajectory_paths(trajectory)
                 _set_preference(paths, trajectory.record, group.id)
@@ -257,7 +300,7 @@ class SampleReader:
         elif kinds == ["messages"]:
             paths = self._conversation_paths(trajectory)
         else:
-            check_record(record, "token ids", self.ignored)
+            self._check_fields(record)
             paths = [_token_path(name, kinds[0], record)]
             self.endings[ending(record.get("finish_reason"), "finish_reason")] += 1
             self._warn_about_zeros(trajectory.place, paths[0])
@@ -269,7 +312,7 @@ class SampleReader:
         """Returns the path of a text as it is. Its prompt is not trained, and no token is added."""
         if self.tokenizer is None:
             raise UserError("text: text needs a tokenizer, and none is set; set data.tokenizer")
-        check_record(record, "a text", self.ignored)
+        self._check_fields(record)
         prompt, text = record.get("prompt") or "", record["text"]
         if not isinstance(prompt, str):
             raise wrong("prompt", "a string beside text", type(prompt).__name__)
@@ -284,15 +327,12 @@ class SampleReader:
         place, name, record = trajectory
         if self.tokenizer is None:
             raise UserError("messages: conversations need a tokenizer, and none is set; set data.tokenizer")
-        reason = "not allowed together with messages, because the chat template makes the tokens; remove it"
-        refuse_fields(record, TOKEN_FIELDS, reason)
-        check_record(record, "a conversation", self.ignored)
+        self._check_fields(record)
         fields = present_fields(record, PATH_FIELDS)
         for field, value in fields.items():
             if isinstance(value, list):
                 raise wrong(field, "one number for a conversation", "a list")
         messages = _marked_messages(record)
-        check_messages(messages, self.tokenizer.template_fields, self.ignored)
         options = self.config.sample | present_fields(record, ("turns",))
         paths = self.tokenizer.samples(messages, record.get("tools"), **options)
         turns = _trained_turns(messages, paths, options.get("turns", "each"))

@@ -11,12 +11,14 @@ trajectories can have:
     {"trajectories": [trajectories of any kind], "tools"?, "turns"?, ...} a task
 
 docs/fields.md describes all fields. Every other field is an error, unless it is one of ``BOOKKEEPING`` or
-data.ignore_fields lists it.
+data.ignore_fields lists it; ``UnknownFields`` counts those.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 
 from titan_tree.components.tree_tokenizer.messages import NORMALIZED_FIELDS
@@ -62,7 +64,21 @@ BOOKKEEPING = frozenset(  # names that say where data comes from; ignored in rec
     | {"difficulty", "question", "answer", "search", "comment", "notes", "entropies"}
     # Of stored completions and the logs of proxies:
     | {"object", "created", "usage", "system_fingerprint", "service_tier", "request_id", "status_code"}
-    | {"latency", "latency_ms", "duration", "duration_ms", "cost", "provider"}
+    | {"latency", "latency_s", "latency_ms", "duration", "duration_s", "duration_ms", "cost", "provider"}
+    # Of harnesses and their data sets:
+    | {"ts", "time", "updated_at", "start_time", "end_time", "elapsed", "elapsed_s", "cost_usd"}
+    | {"trial", "trial_id", "step_index", "step_id", "attempt", "session_id", "trace_id", "span_id", "run_id"}
+    | {
+        "harness_version",
+        "version",
+        "instance_id",
+        "traj_id",
+        "trajectory_format",
+        "resolved",
+        "patch",
+        "repo",
+    }
+    | {"agent", "exit_status", "extra"}
 )
 ADVICE = {  # what to do about fields that are probably meant to be read
     "labels": "not read; give unpadded tokens and a loss_mask (0: not trained on)",
@@ -122,17 +138,72 @@ def record_name(record: Record, field: str) -> str | None:
     return text
 
 
-def check_record(record: Record, kind: str, ignored: Set[str]) -> None:
+class UnknownFields:
+    """Finds the fields of records and messages that are not known.
+
+    Args:
+        ignored: fields that are no errors, such as ``name`` or ``messages[*].name``; "*" stands for all.
+
+    Attributes:
+        counts: how often unknown fields were ignored, by name.
+        problems: what is wrong with each of the others that were found, by name.
+        raises: whether a record with such fields raises. Otherwise they are collected.
+    """
+
+    def __init__(self, ignored: Iterable[str] = "*") -> None:
+        self.ignored = frozenset(name.rpartition("[*].")[2] for name in ignored) | BOOKKEEPING
+        self.counts: Counter[str] = Counter()
+        self.problems: dict[str, str] = {}
+        self.raises = True
+
+    def check(self, record: Record, known: Set[str], kind: str, where: str = "") -> None:
+        """Raises UserError for the unknown fields of a record or message; all of them in one message."""
+        if record.keys() <= known:
+            return
+        found = [name for name, value in record.items() if value is not None and name not in known]
+        for name in found:
+            if name in self.ignored or "*" in self.ignored:
+                self.counts[name] += 1
+            else:
+                self.problems[f"{where}{name[:60]}"] = _problem(name[:60], known, kind)
+        if self.raises and self.problems:
+            raise UserError(self.message())
+
+    def message(self) -> str:
+        """Returns what is wrong with the fields in ``problems``, and how to ignore them."""
+        by_problem: dict[str, list[str]] = {}
+        for name, problem in self.problems.items():
+            by_problem.setdefault(problem, []).append(name)
+        parts = [
+            f"{', '.join(names)}: {p if len(names) == 1 else p.replace('unknown field', 'unknown fields')}"
+            for p, names in by_problem.items()
+        ]
+        names = ", ".join(json.dumps(name.rpartition("[*].")[2]) for name in self.problems)
+        text = " ".join(part if part.endswith("?") else f"{part}." for part in parts)
+        return f"{text} To ignore: data.ignore_fields='[{names}]'"
+
+
+def _problem(name: str, known: Set[str], kind: str) -> str:
+    if name in ADVICE:
+        return ADVICE[name]
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"unknown field; did you mean {close[0]!r}?" if close else f"unknown field of {kind}"
+
+
+ALL_IGNORED = UnknownFields()
+
+
+def check_record(record: Record, kind: str, fields: UnknownFields) -> None:
     """Checks the names of a record's fields, and the types of numbers.
 
     Args:
         kind: a key of ``KNOWN``.
-        ignored: fields that may be present although they are unknown; "*" stands for all.
+        fields: finds unknown fields.
 
     Raises:
-        UserError: an unknown field, or text, a boolean or null in place of a number.
+        UserError: unknown fields, or text, a boolean or null in place of a number.
     """
-    _refuse_unknown(record, KNOWN[kind], ignored, kind)
+    fields.check(record, KNOWN[kind], kind)
     for field, value in record.items():
         types = _TYPES.get(field)
         if types is None or value is None or hasattr(value, "dtype"):
@@ -146,21 +217,22 @@ def check_record(record: Record, kind: str, ignored: Set[str]) -> None:
         raise UserError(f"{where}: expected {noun}, got {shorten(items[index])}")
 
 
-def check_messages(messages: object, template_fields: Set[str], ignored: Set[str]) -> None:
+def check_messages(messages: object, template_fields: Set[str], fields: UnknownFields) -> None:
     """Checks the names of the fields of messages. Other checks are those of ``normalize_messages``.
 
     Args:
         messages: the field of a record, of any type.
         template_fields: fields that the chat template reads.
-        ignored: see ``check_record``.
+        fields: see ``check_record``.
     """
     known = MESSAGE_FIELDS | template_fields
-    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+    raises, fields.raises = fields.raises, False
+    for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict) and not message.keys() <= known:
-            try:
-                _refuse_unknown(message, known, ignored, "a message")
-            except UserError as error:
-                raise UserError(f"messages[{index}].{error}") from None
+            fields.check(message, known, "a message", "messages[*].")
+    fields.raises = raises
+    if raises and fields.problems:
+        raise UserError(fields.message())
 
 
 def turn_weights(messages: Iterable[Mapping[str, object]]) -> list[int]:
@@ -176,17 +248,3 @@ def turn_weights(messages: Iterable[Mapping[str, object]]) -> list[int]:
         if message["role"] == "assistant":
             weights.append(1 if weight is None else int(weight))
     return weights
-
-
-def _refuse_unknown(record: Record, known: Set[str], ignored: Set[str], kind: str) -> None:
-    if record.keys() <= known or "*" in ignored:
-        return
-    for field, value in record.items():
-        if value is None or field in known or field in ignored or field in BOOKKEEPING:
-            continue
-        name = field[:60]
-        if field in ADVICE:
-            raise UserError(f"{name}: {ADVICE[field]}, or list it in data.ignore_fields to ignore it")
-        close = difflib.get_close_matches(name, known, n=1)
-        problem = f"unknown field; did you mean {close[0]!r}?" if close else f"unknown field of {kind}."
-        raise UserError(f"{name}: {problem} List it in data.ignore_fields to ignore it")

@@ -90,7 +90,7 @@ class Renderer:
         self.has_bytes = True
         rendered: list[RenderedPath] = []
         size = 0
-        for trajectory in group_trajectories(group, self._reader.ignored):
+        for trajectory in group_trajectories(group, self._reader.fields):
             with errors_at(trajectory.place):
                 paths = byte_path(trajectory)
                 size += sum(len(item.path) for item in paths)

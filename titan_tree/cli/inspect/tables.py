@@ -122,10 +122,13 @@ def _show(args: argparse.Namespace, config: DataConfig, costs: ModelCosts | None
             are = "sample is a rejected answer" if reader.rejected == 1 else "samples are rejected answers"
             line = f'{reader.rejected:,} {are}: train with a loss of preferences, such as loss.name = "dpo"'
             console.print(line, style="yellow", highlight=False)
-        if reader.files.skipped:
-            counts = [f"{number:,} x {kind}" for kind, number in reader.files.skipped.most_common()]
-            line = f"left out of sessions: {printable(', '.join(counts))}"
-            console.print(line, highlight=False, markup=False)
+        for what, found in (
+            ("left out of sessions", reader.files.skipped),
+            ("fields that are not read", reader.fields.counts),
+        ):
+            if found:
+                counts = [f"{number:,} x {kind}" for kind, number in found.most_common()]
+                console.print(f"{what}: {printable(', '.join(counts))}", highlight=False, markup=False)
         if (advice := ungrouped.advice()) is not None:
             console.print(advice, style="yellow", highlight=False)
     if tokenizer is not None and args.tokenizer is None:

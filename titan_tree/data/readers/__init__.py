@@ -7,7 +7,8 @@ token ids. To support another format, write a subclass of ``RowReader`` in a new
 containers   a file -> rows: containers.py (JSON Lines, JSON documents, Parquet, Arrow)
              decompress.py reads gzip and Zstandard; strict_json.py refuses what JSON parsers would change
 formats      a row -> a record: openai_chat.py, openai_responses.py, anthropic.py, llama_factory.py
-             (ShareGPT and Alpaca), text_rows.py, token_rows.py, explicit_trees.py
+             (ShareGPT and Alpaca), text_rows.py, token_rows.py, explicit_trees.py; sampled.py reads the
+             token ids that responses of vLLM and SGLang record
              row_reader.py has their base class, chat.py shared parts; own_schema.py passes our own records on
 harnesses    sessions of coding agents, and files of benchmarks and of frameworks of reinforcement learning
 """
@@ -39,6 +40,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "openai_chat": ("messages", "request", "chosen", "completion"),
     "openai_responses": ("input", "request"),
     "anthropic": ("messages", "request"),
+    "engine_calls": ("request",),
     "sharegpt": ("conversations",),
     "alpaca": ("instruction",),
     "text_rows": ("completion", "output"),
@@ -52,11 +54,21 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "tau_bench": ("task_id",),
     "tau2_bench": ("info",),
     "swe_agent": ("trajectory",),
+    "atif": ("steps",),
     "claude_code": ("parentUuid", "leafUuid"),
     "codex": ("payload",),
-    "pi": ("parentId",),
+    "pi": ("parentId", "message"),
     "openhands": ("history",),
 }  # fmt: skip
+
+
+# Files of known programs that no reader reads, by the keys of one of their first rows.
+FOREIGN = {
+    frozenset({"sessionId", "projectHash"}): (
+        "a session of Gemini CLI, which is not read; write its messages as a conversation, type user as user "
+        "and type gemini as assistant, without those that a $rewindTo takes back"
+    ),
+}
 
 
 class Reader(ABC):
@@ -175,7 +187,10 @@ def read_records(
     place = None
     try:
         name = _recognized_format(source) if format == AUTO else format
-        reader = READERS[name]()
+        reader_class = READERS[name]
+        if missing := ", ".join(sorted(getattr(reader_class, "__abstractmethods__", ()))):
+            raise UserError(f"data.format {name}: {reader_class.__name__} has no {missing}; define it")
+        reader = reader_class()
         for place, record in reader.records(source):
             yield place, record
     except DAMAGE as error:
@@ -202,6 +217,9 @@ def _recognized_format(source: Source) -> str:
 
     If no reader does, it is the default format, whose error messages say what is wrong with a file.
     """
+    for keys, advice in FOREIGN.items():
+        if any(keys <= row.keys() for row in source.first_rows):
+            raise UserError(f"{source.path}: {advice}")
     names = list(recognized_formats(source))
     if len(names) > 1:
         raise UserError(
@@ -218,6 +236,7 @@ READERS: Registry[type[Reader]] = Registry(
         "openai_chat": "titan_tree.data.readers.openai_chat:OpenAIChatReader",
         "openai_responses": "titan_tree.data.readers.openai_responses:OpenAIResponsesReader",
         "anthropic": "titan_tree.data.readers.anthropic:AnthropicReader",
+        "engine_calls": "titan_tree.data.readers.sampled:EngineCallReader",
         "sharegpt": "titan_tree.data.readers.llama_factory:ShareGptReader",
         "alpaca": "titan_tree.data.readers.llama_factory:AlpacaReader",
         "text_rows": "titan_tree.data.readers.text_rows:TextRowReader",
@@ -229,6 +248,7 @@ READERS: Registry[type[Reader]] = Registry(
         "tau_bench": "titan_tree.data.readers.harnesses.benchmarks:TauBenchReader",
         "tau2_bench": "titan_tree.data.readers.harnesses.benchmarks:Tau2BenchReader",
         "swe_agent": "titan_tree.data.readers.harnesses.benchmarks:SweAgentReader",
+        "atif": "titan_tree.data.readers.harnesses.atif:AtifReader",
         "claude_code": "titan_tree.data.readers.harnesses.claude_code:ClaudeCodeReader",
         "codex": "titan_tree.data.readers.harnesses.codex:CodexReader",
         "pi": "titan_tree.data.readers.harnesses.pi:PiReader",

@@ -1,7 +1,8 @@
 """Source: a data file and its rows, whatever their container, which the content shows.
 
 A container is JSON Lines, a JSON array of objects, one JSON object over several lines, a Parquet file, a
-folder of Arrow files that ``datasets.Dataset.save_to_disk`` wrote, or a folder of numbered events.
+folder of Arrow files that ``datasets.Dataset.save_to_disk`` wrote, or a folder of numbered events. A list of
+messages in place of an object, as an array or a line, is one row: {"messages": [...]}.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from titan_tree.config.files import regular
 from titan_tree.data.readers.decompress import DAMAGE, compression, decompressed
-from titan_tree.data.readers.strict_json import parse_json
+from titan_tree.data.readers.strict_json import content_hint, parse_json
 from titan_tree.errors import UserError, shorten
 
 if TYPE_CHECKING:
-    from pyarrow import RecordBatch
+    from pyarrow import DataType, RecordBatch
 
 Record = dict[str, Any]
 OpenFile = Callable[[str], BinaryIO]
@@ -35,6 +36,7 @@ HEAD_BYTES = 256 * 1024  # what readers see of a file when they recognize it
 FIRST_ROWS = 8  # rows that a reader sees when it recognizes a file
 BATCH_ROWS = 64  # rows of Parquet and Arrow files that are converted to Python objects at once
 MAX_LINE_BYTES = 1 << 28  # a longer line would be a damaged file, or one that is meant to fill the memory
+JSON_TYPE = "extension<arrow.json>"
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream; pyarrow also stops without it
 EVENT_FILE = re.compile(r"(?:event-)?(\d{1,9})(?:-[^/]*)?\.json", re.ASCII)
 MAX_DEPTH = 200  # brackets that may be open where the beginning of a document ends
@@ -78,7 +80,7 @@ class Source:
         elif not _is_document(self.head):
             with self.open() as file:
                 yield from json_objects(file, self.path, self.refuse_row)
-        elif isinstance(document := self.document(), dict):
+        elif isinstance(document := _as_row(self.document()), dict):
             yield self.path, document
         else:
             assert isinstance(document, list)  # the head begins with "[" or "{"
@@ -100,10 +102,12 @@ class Source:
             return [row for _, row in islice(arrow_rows(self, batch_rows=FIRST_ROWS), FIRST_ROWS)]
         text = self.head.decode(errors="replace").lstrip()
         if _is_document(self.head):
-            document = parse_beginning(text)
+            document = _as_row(parse_beginning(text))
             values = document if isinstance(document, list) else [document]
         else:
-            values = [parse_beginning(line) for line in text.split("\n")[:FIRST_ROWS] if line.strip()]
+            values = [
+                _as_row(parse_beginning(line)) for line in text.split("\n")[:FIRST_ROWS] if line.strip()
+            ]
         return [row for row in values[:FIRST_ROWS] if isinstance(row, dict)]
 
     def document(self) -> object:
@@ -119,8 +123,14 @@ class Source:
     def is_folder(self) -> bool:
         return Path(self.path).is_dir()
 
-    @property
+    @cached_property
     def _is_arrow(self) -> bool:
+        if self.path.lower().endswith(".parquet") and not self.head.startswith((b"PAR", b"{", b"[")):
+            hint = content_hint(text := self.head[:512].decode(errors="replace")) or "; download it again"
+            raise UserError(
+                f"{self.path}: expected a Parquet file, which begins with PAR1; this one begins with "
+                f"{shorten(text)}{hint}"
+            )
         return self.is_folder or self.head.startswith(b"PAR1")
 
     def _event(self, file: str) -> object:
@@ -188,7 +198,7 @@ def json_objects(
         if not line.strip():
             continue
         try:
-            record = parse_json(line.rstrip(b"\r\n"), place)
+            record = _as_row(parse_json(line.rstrip(b"\r\n"), place))
             if not isinstance(record, dict):
                 raise UserError(f"{place}: expected one JSON object per line, got {type(record).__name__}")
         except UserError as error:
@@ -229,7 +239,7 @@ def arrow_rows(source: Source, batch_rows: int = BATCH_ROWS) -> Iterator[tuple[s
     """Yields the rows of a Parquet file or an Arrow folder, each with its place, "path:row 0" and so on.
 
     Arrow stores the union of the fields of all rows, and fills those that a row lacks with null. Nulls inside
-    of structs are therefore removed; nulls in lists of numbers stay.
+    of structs are therefore removed; nulls in lists of numbers, and in values of the type JSON, stay.
 
     Raises:
         UserError: pyarrow is missing, the folder holds no data set, or a file is damaged or compressed.
@@ -249,9 +259,14 @@ def arrow_rows(source: Source, batch_rows: int = BATCH_ROWS) -> Iterator[tuple[s
             names = batch.schema.names
             if twice := next((name for name in names if names.count(name) > 1), None):
                 raise UserError(f"{source.path}: {twice}: the column appears twice; rename one")
+            with_json = {field.name: field.type for field in batch.schema if JSON_TYPE in str(field.type)}
             for start in range(0, batch.num_rows, batch_rows):
                 for row in batch.slice(start, batch_rows).to_pylist():
-                    yield f"{source.path}:row {number}", {name: _without_nulls(row[name]) for name in row}
+                    place = f"{source.path}:row {number}"
+                    cells = {name: _without_nulls(row[name]) for name in row}
+                    for name, kind in with_json.items():
+                        cells[name] = _parsed_json(cells[name], kind, f"{place}: {name}")
+                    yield place, cells
                     number += 1
     except UserError:
         raise
@@ -277,10 +292,17 @@ def event_files(folder: str) -> list[str]:
 def _is_document(head: bytes) -> bool:
     """Returns whether the head begins one JSON value over several lines, rather than JSON Lines."""
     text = head.lstrip()
-    if text.startswith(b"["):
-        return text[1:].lstrip()[:1] in (b"{", b"]")
     first_line, newline, rest = text.partition(b"\n")
+    if text.startswith(b"["):
+        is_line = first_line.rstrip().endswith(b"}]") and rest.strip()
+        return text[1:].lstrip()[:1] in (b"{", b"]") and not is_line
     return text.startswith(b"{") and bool(newline and rest.strip()) and first_line.rstrip()[-1:] in b"{[,:"
+
+
+def _as_row(value: object) -> object:
+    """Returns a list of messages as a row that holds them, and any other value as it is."""
+    are_messages = isinstance(value, list) and all(isinstance(m, dict) and "role" in m for m in value)
+    return {"messages": value} if value and are_messages else value
 
 
 def _parquet_batches(source: Source, batch_rows: int) -> Iterator[RecordBatch]:
@@ -331,6 +353,17 @@ def _arrow_files(folder: Path) -> list[str]:
             "again with datasets.Dataset.flatten_indices"
         )
     return names
+
+
+def _parsed_json(value: object, kind: DataType, place: str) -> object:
+    """Returns a cell with the texts parsed that have the type JSON, at any depth of its lists and structs."""
+    if isinstance(value, str) and str(kind) == JSON_TYPE:
+        return parse_json(value.encode(errors="surrogatepass"), place)
+    if isinstance(value, list):
+        return [_parsed_json(item, kind.value_type, f"{place}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        return {n: _parsed_json(item, kind.field(n).type, f"{place}.{n}") for n, item in value.items()}
+    return value
 
 
 def _without_nulls(value: object) -> object:

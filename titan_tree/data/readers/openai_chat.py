@@ -20,10 +20,12 @@ from titan_tree.data.readers.chat import (
     without,
     without_temperature_0,
 )
-from titan_tree.data.readers.row_reader import PAIR_COLUMNS, RowReader, expect
+from titan_tree.data.readers.row_reader import PAIR_COLUMNS, SAMPLED, RowReader, expect
+from titan_tree.data.readers.sampled import recorded, with_answers
 from titan_tree.data.readers.text_rows import is_trl_log, log_fields
 from titan_tree.errors import UserError, shorten
 
+ANSWERED = ("choices", "prompt_token_ids", "prompt_routed_experts")  # of a response that is merged
 ASKED = ("messages", "tools", "functions", "temperature", "continue_final_message", *REQUEST_FIELDS)
 
 
@@ -42,8 +44,9 @@ class OpenAIChatReader(RowReader):
     trajectories; without a prompt, the messages that both answers begin with are the prompt.
     A ``finish_reason`` says how an answer ended. With ``continue_final_message`` in the request, or
     ``prefix`` in its last message, the answer continues that message.
-    Parameters of the request (``REQUEST_FIELDS``) and the response's bookkeeping (ids, usage, log-probs of
-    text) are left out; a ``temperature`` above 0 is kept.
+    Token ids that the response records are trained in place of the text (sampled.py). Parameters of the
+    request (``REQUEST_FIELDS``) and the response's bookkeeping (usage, log-probs of text) are left out; a
+    ``temperature`` above 0 is kept.
     """
 
     reads_pairs = True
@@ -68,8 +71,8 @@ class OpenAIChatReader(RowReader):
             return self._pair(row)
         if isinstance(row.get("choices"), list) and "messages" in row:  # a request with its response, merged
             asked = {name: row[name] for name in ASKED if name in row}
-            response = {"choices": row["choices"]}
-            return self._pair(without(row, (*ASKED, "choices")) | {"request": asked, "response": response})
+            response = {name: row[name] for name in ANSWERED if name in row}
+            return self._pair(without(row, (*ASKED, *ANSWERED)) | {"request": asked, "response": response})
         if any(row.get(name) is not None for name in PAIR_COLUMNS):
             return self._preference_pair(row)
         if row.get("completion") is not None and row.get("messages") is None:
@@ -107,20 +110,20 @@ class OpenAIChatReader(RowReader):
         asked = without(converted_request(request), ("messages",))
         record = joined(without(row, ("request", "response")), asked)
         is_finished = ending(response.get("status"), "response.status") == "finished"
-        answers = []
+        answers: list[Record] = []
         for index, choice in enumerate(choices):
             where = f"response.choices[{index}]"
             choice = expect(choice, dict, where, "an object with a message")
             mark = mark_of(choice, where)
             if not is_finished and ending(mark, f"{where}.finish_reason") == "finished":
                 raise UserError(f"response.status: expected as in {where}, which is finished; remove one")
-            answer = converted_messages([choice.get("message")], where)
-            answers.append(marked(answer, mark, f"{where}.finish_reason"))
-        if len(answers) == 1:
-            return joined(record, answered(prompt, answers[0], continues))
-        shared = {name: record.pop(name) for name in ("temperature", "reward") if name in record}
-        trajectories = [shared | answered(prompt, answer, continues) for answer in answers]
-        return joined(record, {"trajectories": trajectories})
+            answer = marked(
+                converted_messages([choice.get("message")], where), mark, f"{where}.finish_reason"
+            )
+            answers.append(answered(prompt, answer, continues))
+            if (ids := recorded(self.path, request, response, choice, where)) is not None:
+                answers[-1][SAMPLED] = ids
+        return with_answers(record, answers)
 
     def _prompt_and_completion(self, row: Record) -> Record:
         prompt = converted_messages(row.get("prompt"), "prompt")

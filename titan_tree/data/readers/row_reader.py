@@ -27,6 +27,8 @@ ANSWER_SCHEMA = (
 # Where rows of an API's log have the answer. ``convert`` takes it out of the row; elsewhere the name means
 # something else, and the column stays.
 ANSWER_COLUMNS = ("response", "choices", "output")
+SAMPLED = "sampled"  # holds the token ids of an answer that the response records, until its group is known
+TEXT_COLUMNS = ("messages", "tools", "turns")  # what the token ids hold
 PREFERENCE_COLUMNS = (*PAIR_COLUMNS, "preferred_output", "non_preferred_output", "kto_tag")
 
 
@@ -66,9 +68,9 @@ class RowReader(Reader):
             answers = (name for name in ANSWER_COLUMNS if row.get(name) is not None)
             is_call = self.reads_calls and any(name not in record for name in answers)
             if is_call and record.get("group_id") is None:
-                calls.setdefault(_beginning(record), []).append((place, record))
+                calls.setdefault(_beginning(record), []).append((place, _as_sampled(record)))
             else:
-                yield place, record
+                yield place, _as_sampled(record)
         num_calls = sum(map(len, calls.values()))
         if num_calls > len(calls):
             self.warn(
@@ -98,9 +100,29 @@ class RowReader(Reader):
         warn_once(self.path, message)
 
 
+def _as_sampled(record: Record) -> Record:
+    """Returns the record with recorded token ids in place of the messages and tools that they hold."""
+    answers = record.get("trajectories", [record])
+    if not any(isinstance(answer, dict) and SAMPLED in answer for answer in answers):
+        return record
+    answers = [
+        {k: v for k, v in answer.items() if k not in (SAMPLED, *TEXT_COLUMNS)} | answer[SAMPLED]
+        if SAMPLED in answer
+        else answer
+        for answer in answers
+    ]
+    return record | {"trajectories": answers} if "trajectories" in record else answers[0]
+
+
 def _beginning(call: Record) -> str:
-    """Returns the messages of a call up to the first one of the user, or the first one, as JSON."""
-    messages = call.get("trajectories", [call])[0]["messages"]
+    """Returns the messages of a call up to the first one of the user, or the first one, as JSON.
+
+    Of a call with token ids, it returns those of the prompt.
+    """
+    first = call.get("trajectories", [call])[0]
+    if "messages" not in first:
+        return json.dumps(first["tokens"][: first["loss_mask"].index(1)])
+    messages = first["messages"]
     of_user = (n for n, message in enumerate(messages, start=1) if message.get("role") == "user")
     return json.dumps(messages[: next(of_user, 1)], sort_keys=True)
 

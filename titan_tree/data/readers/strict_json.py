@@ -66,17 +66,24 @@ def parse_json(content: bytes, place: str) -> object:
 def _json_hint(error: json.JSONDecodeError) -> str:
     if error.msg == "Extra data":
         return "; write one value per line, or a list of all"
-    if "\0" in error.doc[:512]:
-        return "; it is binary, such as a tar archive: unpack it, or convert it"
-    if error.doc.lstrip().startswith("<"):
-        return "; it is a web page or XML: download the data themselves, or convert them"
-    if error.doc.startswith("version https://git-lfs"):
-        return "; it is a pointer of Git LFS: git lfs pull downloads the file"
+    if hint := content_hint(error.doc):
+        return hint
     if error.doc[error.pos : error.pos + 1] == "'":
         return "; JSON has double quotes: write it with json.dumps, not str"
     if error.msg.startswith("Unterminated") or error.pos >= len(error.doc.rstrip()) > 0:
         return "; it ends too early: write it again, or remove it"
     return "; expected an object in {} or a list in []" if error.pos == 0 else ""
+
+
+def content_hint(text: str) -> str:
+    """Returns what content that is neither JSON nor Parquet may be, and what to do; "" if it is not known."""
+    if "\0" in text[:512]:
+        return "; it is binary, such as a tar archive: unpack it, or convert it"
+    if text.lstrip().startswith("<"):
+        return "; it is a web page or XML: download the data themselves, or convert them"
+    if text.startswith("version https://git-lfs"):
+        return "; it is a pointer of Git LFS: git lfs pull downloads the file"
+    return ""
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -8,25 +8,45 @@ from dataclasses import dataclass
 
 from titan_tree.data.readers import Record, Source
 from titan_tree.data.readers.anthropic import BLOCKS, AnthropicReader
+from titan_tree.data.readers.chat import Message
 from titan_tree.data.readers.harnesses.sessions import (
+    FORKED,
     MEDIA,
     Event,
     SessionReader,
     as_text,
+    context,
     count_tokens,
+    leave_out,
     without_media,
 )
-from titan_tree.data.readers.row_reader import expect
+from titan_tree.data.readers.row_reader import expect, warn_once
 from titan_tree.errors import UserError, errors_at
 
 CONTINUED = "This session is being continued from a previous conversation"
 PROMPT_COUNTS = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
 KNOWN_BLOCKS = ("text", *BLOCKS, *MEDIA)
+COMMAND = "system local_command"  # its output, which the model reads as a text of the user
+CLEARED = "[Old tool result content cleared]"  # in place of a result that a microcompaction removed
+# Kinds of lines, and subtypes of "system", that cannot change a prompt. A compaction is read.
+NEUTRAL = (
+    "summary", "progress", "file-history-snapshot", "file-history-delta", "queue-operation", "mode", "tag",
+    "permission-mode", "custom-title", "ai-title", "last-prompt", "agent-name", "agent-color",
+    "agent-setting", "pr-link", "worktree-state", "attribution-snapshot", "task-summary", "system",
+    "message of Claude Code itself", "system compact_boundary", "system snip_boundary",
+    "system microcompact_boundary", "system api_error", "system informational", "system stop_hook_summary",
+    "system turn_duration", "system api_metrics", "system away_summary", "system bridge_status",
+    "system memory_saved", "system permission_retry", "system agents_killed", "system thinking",
+    "system scheduled_task_fire",
+)  # fmt: skip
 
 
 @dataclass(eq=False)
 class _Message:
-    """A message of the API: one line, the lines of one answer, or the results of an answer's calls."""
+    """A message of the API: one line, the lines of one answer, or the results of an answer's calls.
+
+    It may also repeat a message that a compaction kept, or change the messages before it.
+    """
 
     place: str
     uuid: str  # of its first line
@@ -35,6 +55,9 @@ class _Message:
     stop_reason: object = None
     is_root: bool = False  # whether nothing before it is in the prompt
     prompt_tokens: int | None = None
+    repeats: _Message | None = None  # the message that it repeats as context
+    removes: Sequence[object] = ()  # ids of lines before it that the prompt has no more
+    clears: Sequence[object] = ()  # ids of calls before it whose results the prompt has no more
 
     @property
     def results(self) -> set[str]:
@@ -49,8 +72,10 @@ class ClaudeCodeReader(SessionReader):
 
     Lines with one ``message.id`` are one answer. The results of its parallel calls, which the file attaches
     to different lines of the answer, follow it in one conversation. An ``attachment`` is text of the user.
-    The summary after a compaction is a root. Messages that Claude Code wrote in the model's place, such as
-    errors of the API, are left out. The system prompt and the tool schemas are not in the file.
+    The summary after a compaction is a root, which the messages that the compaction kept follow. A line that
+    removes messages or results from the prompt (a snip, a microcompaction) is a root with the others.
+    Messages that Claude Code wrote in the model's place, such as errors of the API, are left out. The system
+    prompt and the tool schemas are not in the file.
     """
 
     def recognizes_row(self, row: Record) -> bool:
@@ -62,6 +87,7 @@ class ClaudeCodeReader(SessionReader):
         parents: dict[str, str | None] = {}  # of all lines with an id
         messages: dict[str, _Message] = {}  # by the ids of their lines
         answers: dict[str, _Message] = {}  # by the ids of the API
+        compactions: list[tuple[str, Record]] = []  # each with its place
         for place, row in rows:
             uuid = row.get("uuid")
             if isinstance(uuid, str):
@@ -73,8 +99,14 @@ class ClaudeCodeReader(SessionReader):
                 with errors_at(place):
                     if isinstance(uuid, str) and row.get("parentUuid") is not None:
                         parents[uuid] = expect(row["parentUuid"], str, "parentUuid", "the name of an event")
+                    if isinstance(forked := row.get("forkedFrom"), dict):
+                        warn_once(source.path, FORKED.format(as_text(forked.get("sessionId"))))
                     if (kind := _without_message(row)) is not None:
-                        source.skipped[kind] += 1
+                        leave_out(source, kind, NEUTRAL)
+                        if kind == "system compact_boundary":
+                            compactions.append((place, row))
+                        elif (change := _change(place, row)) is not None:
+                            messages[change.uuid] = change
                         continue
                     message, identifier = _message(place, row, source)
             except UserError as error:
@@ -85,6 +117,12 @@ class ClaudeCodeReader(SessionReader):
                 answer.stop_reason = message.stop_reason or answer.stop_reason
                 message = answer
             messages[message.uuid if uuid is None else str(uuid)] = message
+        for place, row in compactions:
+            try:
+                with errors_at(place):
+                    _keep_messages(row, place, messages, parents)
+            except UserError as error:
+                source.skip_broken(error)
         return _events(messages, parents, source)
 
 
@@ -95,14 +133,16 @@ def _without_message(row: Record) -> str | None:
         kind == "assistant" and isinstance(message, dict) and message.get("model") == "<synthetic>"
     ):
         return "message of Claude Code itself"
-    return None if kind in ("user", "assistant", "attachment") else as_text(kind)[:40]
+    if kind == "system" and row.get("subtype") is not None:
+        kind = f"system {row['subtype']}"
+    return None if kind in ("user", "assistant", "attachment", COMMAND) else as_text(kind)
 
 
 def _message(place: str, row: Record, source: Source) -> tuple[_Message, str | None]:
     """Returns the message of a row, and for an answer the id that the API gave it."""
     uuid = expect(row.get("uuid"), str, "uuid", "the name of the event")
-    if row["type"] == "attachment":
-        attachment = row.get("attachment")
+    if row["type"] in ("attachment", "system"):
+        attachment = row.get("attachment", row)
         content = attachment.get("content") if isinstance(attachment, dict) else None
         text = content if isinstance(content, str) else as_text(attachment)
         return _Message(place, uuid, "user", [{"type": "text", "text": text}]), None
@@ -114,7 +154,7 @@ def _message(place: str, row: Record, source: Source) -> tuple[_Message, str | N
         if block.get("type") in KNOWN_BLOCKS:
             blocks.append(block)
         else:
-            source.skipped[f"block {as_text(block.get('type'))[:40]}"] += 1
+            leave_out(source, block.get("type"), (), "block ")
     result = _Message(place, uuid, row["type"], blocks)
     if row["type"] == "user":
         first = blocks[0].get("text") if blocks else None
@@ -125,6 +165,64 @@ def _message(place: str, row: Record, source: Source) -> tuple[_Message, str | N
     result.prompt_tokens = count_tokens(message.get("usage"), *PROMPT_COUNTS)
     identifier = message.get("id")
     return result, identifier if isinstance(identifier, str) else None
+
+
+def _change(place: str, row: Record) -> _Message | None:
+    """Returns what a line removes from the prompt of later answers, or None if it removes nothing."""
+    found = [
+        expect(expect(row.get(field) or {}, dict, field, "an object").get(name) or [], list, name, "a list")
+        for field, name in (("snipMetadata", "removedUuids"), ("microcompactMetadata", "compactedToolIds"))
+    ]
+    if not any(found):
+        return None
+    uuid = expect(row.get("uuid"), str, "uuid", "the name of the event")
+    return _Message(place, uuid, "user", [], removes=found[0], clears=found[1])
+
+
+def _keep_messages(
+    row: Record, place: str, messages: dict[str, _Message], parents: dict[str, str | None]
+) -> None:
+    """Adds copies of the messages that a compaction keeps, and moves what follows them behind the copies.
+
+    Their lines stay as they are in the file, and lines after the compaction name them as their parents.
+    The copies follow the anchor: the summary, or the boundary itself, whose summary then follows the copies.
+
+    Raises:
+        UserError: the file lacks a message that was kept.
+    """
+    metadata = expect(row.get("compactMetadata") or {}, dict, "compactMetadata", "an object")
+    listed, segment = (
+        expect(metadata.get(name) or {}, dict, f"compactMetadata.{name}", "an object")
+        for name in ("preservedMessages", "preservedSegment")
+    )
+    if not listed and not segment:
+        return
+    boundary, anchor = str(row.get("uuid")), (segment or listed).get("anchorUuid")
+    lines = listed.get("uuids") or [segment.get("tailUuid")]
+    while "uuids" not in listed and lines[0] in parents and lines[0] != segment.get("headUuid"):
+        lines = [parents[lines[0]], *lines]
+        if len(lines) > len(parents):
+            break
+    if not all(isinstance(uuid, str) and uuid in parents for uuid in (boundary, anchor, *lines)):
+        raise UserError(
+            "compactMetadata: expected the messages that the compaction kept, but some are missing, so what "
+            "later answers read is not known; remove the file"
+        )
+    copies: dict[object, str] = {}  # the copy behind which a line of the segment stands
+    last = str(anchor)
+    for uuid in lines:
+        if (original := messages.get(uuid)) is not None and original.uuid not in copies:
+            copy = _Message(place, f"{boundary}/{uuid}", original.role, [], repeats=original)
+            messages[copy.uuid], parents[copy.uuid], last = copy, last, copy.uuid
+        copies[uuid] = last
+    copies[anchor] = last
+    names = list(parents)
+    for uuid in names[names.index(boundary) + 1 :]:
+        is_copy = "/" in uuid  # of this compaction or of an earlier one
+        if uuid not in copies and parents[uuid] in copies and not is_copy:
+            parents[uuid] = copies[parents[uuid]]
+            if uuid in messages:
+                messages[uuid].is_root = False
 
 
 def _events(messages: dict[str, _Message], parents: dict[str, str | None], source: Source) -> list[Event]:
@@ -138,26 +236,57 @@ def _events(messages: dict[str, _Message], parents: dict[str, str | None], sourc
     for message in distinct:
         following[_before(message, messages, parents, source)].append(message)
     events, names = [], dict[object, object]()
+    parts: dict[Event, list[tuple[_Message, list[Message]]]] = {}  # what each adds, by where it comes from
+    made: dict[_Message, list[Message]] = {}
+    joined: dict[_Message, _Message] = {}  # results -> the message that has them, too
+    repeated = set[tuple[str, _Message]]()  # (compaction, message)
     reader = AnthropicReader()
     reader.path = source.path
     waiting: list[tuple[_Message, Event | None]] = [(root, None) for root in reversed(following[None])]
-    num_joined = 0
     while waiting:
         message, parent = waiting.pop()
         event = Event(parent, prompt_tokens=message.prompt_tokens)
         content = {"role": message.role, "content": message.blocks, "stop_reason": message.stop_reason}
-        try:
-            with errors_at(message.place):
-                event.messages = reader.messages(content, names, "message")
-        except UserError as error:
-            source.skip_broken(error)
+        if message.removes or message.clears:
+            event.parent, parts[event] = None, _changed(message, parent, parts, messages)
+            event.messages = context([m for _, added in parts[event] for m in added])
+        elif message.repeats is not None:
+            original = joined.get(message.repeats, message.repeats)
+            if (copy := (message.uuid.partition("/")[0], original)) not in repeated:
+                event.messages = context(made.get(original, []))
+                repeated.add(copy)
+        else:
+            try:
+                with errors_at(message.place):
+                    event.messages = reader.messages(content, names, "message")
+            except UserError as error:
+                source.skip_broken(error)
+        made[message] = event.messages
+        parts.setdefault(event, [(message.repeats or message, event.messages)])
         events.append(event)
-        children = _joined_results(following[message], following)
-        num_joined += len(following[message]) - len(children)
+        children = _joined_results(following[message], following, joined)
         waiting += [(child, event) for child in reversed(children)]
-    if len(events) + num_joined < len(distinct):
+    if len(events) + len(joined) < len(distinct):
         raise UserError(f"{source.path}: parentUuid: expected a tree of events, got a cycle")
     return events
+
+
+def _changed(
+    change: _Message,
+    last: Event | None,
+    parts: dict[Event, list[tuple[_Message, list[Message]]]],
+    messages: dict[str, _Message],
+) -> list[tuple[_Message, list[Message]]]:
+    """Returns the parts of the prompt up to the event ``last`` without what the change removes."""
+    removed = {messages.get(str(uuid)) for uuid in change.removes}
+    kept: list[tuple[_Message, list[Message]]] = []
+    while last is not None:
+        kept = [part for part in parts[last] if part[0] not in removed] + kept
+        last = last.parent
+    return [
+        (origin, [{**m, "content": CLEARED} if m.get("tool_call_id") in change.clears else m for m in added])
+        for origin, added in kept
+    ]
 
 
 def _before(
@@ -178,10 +307,15 @@ def _before(
 
 
 def _joined_results(
-    children: Sequence[_Message], following: dict[_Message | None, list[_Message]]
+    children: Sequence[_Message],
+    following: dict[_Message | None, list[_Message]],
+    joined: dict[_Message, _Message],
 ) -> list[_Message]:
-    """Returns the messages that follow an answer, with the results of different calls in one message."""
-    joined: list[_Message] = []
+    """Returns the messages that follow an answer, with the results of different calls in one message.
+
+    Messages that became a part of another one are added to ``joined``.
+    """
+    distinct: list[_Message] = []
     group: _Message | None = None  # the results so far, and the ids of their calls
     known = set[str]()
     for child in children:
@@ -189,8 +323,9 @@ def _joined_results(
         if group is not None and results and not results & known:
             group.blocks = group.blocks + child.blocks
             following[group] = following[group] + following[child]
+            joined[child] = group
         else:
-            joined.append(child)
+            distinct.append(child)
             group = group or (child if results else None)
         known |= results
-    return joined
+    return distinct

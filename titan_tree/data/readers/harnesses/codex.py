@@ -6,29 +6,55 @@ import json
 from collections.abc import Iterator
 
 from titan_tree.data.readers import Record, Source
-from titan_tree.data.readers.chat import Message
+from titan_tree.data.readers.chat import Message, text_of
 from titan_tree.data.readers.harnesses.sessions import (
+    FORKED,
     Event,
     SessionReader,
     as_text,
     context,
     count_tokens,
+    leave_out,
     without_media,
 )
 from titan_tree.data.readers.openai_responses import OpenAIResponsesReader
-from titan_tree.data.readers.row_reader import expect
+from titan_tree.data.readers.row_reader import expect, warn_once
 from titan_tree.errors import UserError, errors_at
 
 OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
 LINES = ("session_meta", "turn_context", "response_item", "event_msg", "compacted")
 ITEMS = ("message", "reasoning", "function_call", "custom_tool_call", *OUTPUTS[:2])
+# Lines, their events and items that cannot change a prompt. Events mostly repeat items for display.
+NEUTRAL = (
+    "session_meta", "turn_context", "user_message", "agent_message", "agent_reasoning",
+    "agent_reasoning_raw_content", "agent_reasoning_section_break", "token_count", "thread_goal_updated",
+    "thread_name_updated", "thread_settings_applied", "context_compacted", "entered_review_mode",
+    "exited_review_mode", "turn_aborted", "turn_started", "task_started", "turn_complete", "task_complete",
+    "sub_agent_activity", "item_started", "item_completed", "exec_command_begin", "exec_command_end",
+    "patch_apply_begin", "patch_apply_end", "mcp_tool_call_begin", "mcp_tool_call_end", "web_search_begin",
+    "web_search_end", "image_generation_end", "view_image_tool_call", "dynamic_tool_call_request",
+    "dynamic_tool_call_response", "plan_update", "turn_diff", "error", "stream_error", "warning",
+    "background_event", "deprecation_notice", "session_configured", "undo_started", "undo_completed",
+    "collab_agent_spawn_end", "collab_agent_interaction_end", "collab_waiting_end", "collab_close_end",
+    "collab_resume_end", "guardian_assessment", "guardian_warning", "model_reroute", "ghost_snapshot",
+)  # fmt: skip
+# How texts begin that Codex wrote in the user's place. They begin no turn that a rollback counts.
+NO_TURN = (
+    "<environment_context>", "<user_instructions>", "# AGENTS.md instructions", "<turn_aborted>", "<skill>",
+    "<user_shell_command>", "<subagent_notification>",
+)  # fmt: skip
+SHORT_SUMMARY = (
+    "of a compaction, the file has the summary only; what Codex repeated of the user's messages beside it is "
+    "missing in the context of the answers that follow"
+)
 
 
 class CodexReader(SessionReader):
     """Reads {"timestamp", "type", "payload"} lines: items of OpenAI's Responses API in ``response_item``.
 
-    ``event_msg`` repeats the items for display. ``compacted`` replaces the history; what follows is a root.
-    Reasoning is mostly encrypted and then left out. The system prompt is ``base_instructions`` of
+    ``event_msg`` repeats the items for display, except for ``thread_rolled_back``: the last turns of the user
+    are taken back, and what follows forks off before them. ``compacted`` replaces the history; what follows
+    is a root. Reasoning is mostly encrypted and then left out. The system prompt is ``base_instructions`` of
     ``session_meta`` where the file has it. The tool schemas are not in the file.
     """
 
@@ -42,17 +68,20 @@ class CodexReader(SessionReader):
         system: list[Message] = []
         items: list[Record] = []
         root: list[Message] = []  # messages before ``items`` of which nothing is trained
+        history: list[Event] = []  # the root, and the events of ``items`` up to the last rollback
         prompt_tokens: int | None = None
 
-        def end_history() -> None:
-            """Makes the events of one history: a root, and its messages."""
-            nonlocal items, prompt_tokens
-            event = Event(None, [*system, *root])
-            events.append(event)
-            for message in responses.messages(items, "items"):
-                event = Event(event, [message], prompt_tokens)
-                events.append(event)
-            items, prompt_tokens = [], None
+        def end_history(num_kept: int = 0) -> None:
+            """Makes the events of the items, and takes all but the first ``num_kept`` items back."""
+            nonlocal items, history, prompt_tokens
+            if not history:
+                history = [Event(None, [*system, *root])]
+                events.append(history[0])
+            for message in responses.messages(items, "items")[len(history) - 1 :]:
+                history.append(Event(history[-1], [message], prompt_tokens))
+                events.append(history[-1])
+            items, prompt_tokens = items[:num_kept], None
+            history = history[: 1 + len(responses.messages(items, "items"))] if num_kept else []
 
         for place, row in rows:
             kind = row.get("type")
@@ -66,23 +95,32 @@ class CodexReader(SessionReader):
                         continue
                     if kind == "compacted":
                         end_history()
-                        history = payload.get("replacement_history")
-                        if history is None:
-                            history = [_text_item("user", payload.get("message"))]
+                        replacement = payload.get("replacement_history")
+                        if replacement is None:
+                            warn_once(source.path, SHORT_SUMMARY)
+                            replacement = [_text_item("user", payload.get("message"))]
                         kept = [
                             item
-                            for entry in expect(history, list, "replacement_history", "a list of items")
+                            for entry in expect(replacement, list, "replacement_history", "a list of items")
                             if (item := _item(expect(entry, dict, "replacement_history", "items"), source))
                         ]
                         root = context(responses.messages(kept, "replacement_history"))
                         continue
+                    if kind == "event_msg" and payload.get("type") == "thread_rolled_back":
+                        end_history(_num_kept(items, payload, is_compacted=bool(root)))
+                        continue
+                    if kind == "session_meta" and (forked := payload.get("forked_from_id")) is not None:
+                        warn_once(source.path, FORKED.format(as_text(forked)))
                     if kind == "session_meta" and not system:
                         base = payload.get("base_instructions")
                         if isinstance(base, dict) and isinstance(base.get("text"), str):
                             system = [{"role": "system", "content": base["text"]}]
                     if prompt_tokens is None:
                         prompt_tokens = _prompt_tokens(payload)
-                    source.skipped[as_text(kind)[:40]] += 1
+                    if kind == "event_msg":
+                        leave_out(source, payload.get("type"), NEUTRAL, "event ")
+                    else:
+                        leave_out(source, kind, NEUTRAL)
             except UserError as error:
                 source.skip_broken(error)
         end_history()
@@ -99,7 +137,7 @@ def _item(payload: Record, source: Source) -> Record | None:
     if kind == "local_shell_call_output":
         kind = "function_call_output"
     if kind not in ITEMS:
-        source.skipped[f"item {as_text(kind)[:40]}"] += 1
+        leave_out(source, kind, NEUTRAL, "item ")
         return None
     item = {**payload, "type": kind}
     if kind in OUTPUTS:
@@ -110,6 +148,27 @@ def _item(payload: Record, source: Source) -> Record | None:
     elif kind == "message":
         item["content"] = without_media(payload.get("content"), source)
     return item
+
+
+def _num_kept(items: list[Record], payload: Record, is_compacted: bool) -> int:
+    """Returns how many items a rollback of the last turns of the user leaves.
+
+    Raises:
+        UserError: it takes back a compaction, too.
+    """
+    number = expect(payload.get("num_turns"), int, "payload.num_turns", "an integer")
+    turns = [index for index, item in enumerate(items) if item["type"] == "message" and _begins_turn(item)]
+    if number > len(turns) and is_compacted:
+        raise UserError(
+            "payload.num_turns: the rollback takes back a compaction, too, so what later answers read is not "
+            "known; remove the file"
+        )
+    return len(items) if number <= 0 or not turns else turns[max(len(turns) - number, 0)]
+
+
+def _begins_turn(item: Record) -> bool:
+    text = text_of(item.get("content"), "payload.content")
+    return item.get("role") == "user" and not text.lstrip().startswith(NO_TURN)
 
 
 def _text_item(role: str, text: object) -> Record:

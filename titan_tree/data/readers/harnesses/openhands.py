@@ -7,7 +7,14 @@ from pathlib import Path
 
 from titan_tree.data.readers import Reader, Record, Source
 from titan_tree.data.readers.chat import Message, call, text_of
-from titan_tree.data.readers.harnesses.sessions import Event, as_text, context, session_record, without_media
+from titan_tree.data.readers.harnesses.sessions import (
+    Event,
+    as_text,
+    context,
+    leave_out,
+    session_record,
+    without_media,
+)
 from titan_tree.data.readers.row_reader import expect
 from titan_tree.errors import UserError, errors_at
 
@@ -17,6 +24,12 @@ RESULTS = {  # events of version 1 that are the result of a call, and where thei
     "UserRejectObservation": "rejection_reason",
 }
 KINDS = ("SystemPromptEvent", "MessageEvent", "ActionEvent", *RESULTS)
+NEUTRAL = (  # events that cannot change a prompt, of version 0 and version 1
+    "action change_agent_state", "action null", "action None", "action pause", "action resume",
+    "action start", "observation agent_state_changed", "observation null", "observation None",
+    "action condensation_request", "CondensationRequest", "PauseEvent", "InterruptEvent", "TokenEvent",
+    "ConversationStateUpdateEvent", "ConversationErrorEvent", "LLMCompletionLogEvent", "StreamingDeltaEvent",
+)  # fmt: skip
 
 
 class OpenHandsReader(Reader):
@@ -26,7 +39,8 @@ class OpenHandsReader(Reader):
     with one ``model_response`` or ``llm_response_id`` are one answer. An action of version 0 without a
     response becomes a call of its own name. An observation is the result of the call that
     ``tool_call_id`` or ``cause`` names. The context after a condensation is a root: the events that it keeps,
-    with its summary. Other events are left out.
+    with its summary. The events between a delegation and its result are those of another agent, with a root
+    of its own. Other events are left out.
     """
 
     def recognizes(self, source: Source) -> bool:
@@ -68,6 +82,7 @@ class _History:
         self._source = source
         self._ids: dict[Event, object] = {}  # of the events of the current context
         self._last: Event | None = None
+        self._delegating: list[tuple[dict[Event, object], Event | None]] = []  # contexts of waiting agents
         self._responses = set[object]()  # of the model, which have been added
         self._answers: dict[str, Message] = {}  # of version 1, by the ids of responses
         self._calls = set[str]()  # ids of calls that stand for actions without a response
@@ -81,6 +96,8 @@ class _History:
         name = as_text(event.get(kind))[:40]
         arguments = expect(event.get("args") or {}, dict, "args", "an object")
         if kind == "observation":
+            if name == "delegate" and self._delegating:
+                self._ids, self._last = self._delegating.pop()
             message = self._result(event)
         elif name == "condensation":
             self._condense(arguments)
@@ -91,9 +108,12 @@ class _History:
         else:
             message = self._action(event, name, arguments)
         if message is None:
-            self._source.skipped[f"{kind} {name}"] += 1
+            leave_out(self._source, f"{kind} {name}", NEUTRAL)
         elif message:
             self._append(message, event.get("id"))
+        if kind == "action" and name == "delegate":
+            self._delegating.append((self._ids, self._last))
+            self._ids, self._last = {}, None
 
     def _add_newer(self, event: Record, kind: str) -> None:
         """Adds an event of version 1."""
@@ -120,7 +140,7 @@ class _History:
             message: Message = {"role": "tool", "content": content, "tool_call_id": identifier}
             self._append(message if name is None else {**message, "name": name}, event.get("id"))
         else:
-            self._source.skipped[kind[:40]] += 1
+            leave_out(self._source, kind, NEUTRAL)
 
     def _add_call(self, event: Record) -> None:
         """Adds the call of an action of version 1, to the answer that has begun with an earlier one."""

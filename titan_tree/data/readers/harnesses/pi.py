@@ -1,46 +1,57 @@
-"""Sessions of Pi: JSON Lines whose events name the event before them in ``parentId``."""
+"""Sessions of Pi: JSON Lines whose events name the event before them in ``parentId``, or follow it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from titan_tree.data.readers import Record, Source
 from titan_tree.data.readers.chat import Message, assistant_messages, call, marked, text_of
 from titan_tree.data.readers.harnesses.sessions import (
+    FORKED,
     Event,
     SessionReader,
     as_text,
     context,
     count_tokens,
+    leave_out,
     without_media,
 )
-from titan_tree.data.readers.row_reader import expect
+from titan_tree.data.readers.row_reader import expect, warn_once
 from titan_tree.errors import UserError, errors_at
 
 STOPS = {"toolUse": "tool_use"}  # marks that are spelled in another way than elsewhere
 SUMMARIES = ("compaction", "branch_summary")
+NEUTRAL = ("session", "model_change", "thinking_level_change", "custom", "label", "session_info")
 
 
 class PiReader(SessionReader):
     """Reads {"type": "message", "id", "parentId", "message": {"role", "content"}} and summaries, one a line.
 
-    After a compaction, the context is its summary, the messages from ``firstKeptEntryId`` on, and those that
-    follow. It is a root, in which the kept answers are not trained again. The system prompt and the tool
-    schemas are not in the file.
+    In the first version of the format, events have no ids, and each follows that of the line before. After a
+    compaction, the context is its summary, the messages from ``firstKeptEntryId`` or ``firstKeptEntryIndex``
+    on, and those that follow. It is a root, in which the kept answers are not trained again. The system
+    prompt and the tool schemas are not in the file.
     """
 
     def recognizes_row(self, row: Record) -> bool:
+        if row.get("type") == "message" and "parentId" not in row:
+            message = row.get("message")
+            return isinstance(message, dict) and "role" in message and "timestamp" in row
         return "parentId" in row and "id" in row and isinstance(row.get("type"), str)
 
     def events(self, rows: Iterator[tuple[str, Record]], source: Source) -> list[Event]:
         events: dict[str, Event] = {}  # parents precede children, because the file is only appended to
         above: dict[Event, Event | None] = {}  # the event before a compaction, too
         for place, row in rows:
+            last = next(reversed(above), None)
             identifier, parent = row.get("id"), row.get("parentId")
             try:
                 with errors_at(place):
                     if row.get("type") not in ("message", "custom_message", *SUMMARIES):
-                        source.skipped[as_text(row.get("type"))[:40]] += 1
+                        leave_out(source, row.get("type"), NEUTRAL)
+                        if (forked := row.get("parentSession") or row.get("branchedFrom")) is not None:
+                            warn_once(source.path, FORKED.format(as_text(forked)))
                         messages: list[Message] = []
                     else:
                         messages = _messages(row, source)
@@ -48,6 +59,8 @@ class PiReader(SessionReader):
                 source.skip_broken(error)
                 messages = []
             before = events.get(parent) if isinstance(parent, str) else None
+            if "parentId" not in row:
+                before = last
             if parent is not None and before is None:
                 source.skipped["missing parent"] += 1
             message = row.get("message")
@@ -57,6 +70,8 @@ class PiReader(SessionReader):
             if row.get("type") == "compaction":
                 event.parent = None
                 first = events.get(str(row.get("firstKeptEntryId")))
+                if type(index := row.get("firstKeptEntryIndex")) is int:
+                    first = next(islice(above, max(index, 0), None), None)
                 event.messages = messages + context(_kept(before, first, above))
             if isinstance(identifier, str):
                 events[identifier] = event
@@ -89,10 +104,22 @@ def _messages(row: Record, source: Source) -> list[Message]:
         if isinstance(name := message.get("toolName"), str):
             result["name"] = name
         return [{**result, "tool_call_id": message.get("toolCallId")}]
-    if role == "user":
+    if role == "bashExecution":
+        return [] if message.get("excludeFromContext") else [{"role": "user", "content": _command(message)}]
+    if role in ("user", "custom", "hookMessage"):
         return [{"role": "user", "content": text_of(content, "message.content")}]
-    source.skipped[f"message of role {as_text(role)[:40]}"] += 1
+    leave_out(source, role, (), "message of role ")
     return []
+
+
+def _command(message: Message) -> str:
+    """Returns the text by which Pi shows the model a command that the user ran."""
+    output = message.get("output")
+    text = f"Ran `{message.get('command')}`\n" + (f"```\n{output}\n```" if output else "(no output)")
+    if message.get("cancelled"):
+        return f"{text}\n\n(command cancelled)"
+    code = message.get("exitCode")
+    return f"{text}\n\nCommand exited with code {code}" if code else text
 
 
 def _answer(message: Message, content: object, source: Source) -> list[Message]:
@@ -109,7 +136,7 @@ def _answer(message: Message, content: object, source: Source) -> list[Message]:
         elif kind == "toolCall":
             parts.append(("call", call(block.get("name"), block.get("arguments"), block.get("id"))))
         else:
-            source.skipped[f"block {as_text(kind)[:40]}"] += 1
+            leave_out(source, kind, (), "block ")
     mark = message.get("stopReason")
     answer = assistant_messages(parts) or [{"role": "assistant", "content": ""}]
     return marked(answer, STOPS.get(str(mark), mark), "message.stopReason")

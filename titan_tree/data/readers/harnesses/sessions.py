@@ -1,19 +1,20 @@
 """Sessions of coding agents as they lie on disk: the parts that their readers share.
 
-A session is a tree of events. An edited or retried message is a fork, a sub-agent has a root of its own, and
-so has the context after a compaction. The session becomes one record, whose trajectories are the
-conversations from each root to each leaf. An answer that several conversations contain is trained in the
-first of them, and is context in the others.
+A session is a tree of events. An edited or retried message and turns that were taken back are forks, a
+sub-agent has a root of its own, and so has the context after a compaction. The session becomes one record,
+whose trajectories are the conversations from each root to each leaf. An answer that several conversations
+contain is trained in the first of them, and is context in the others.
 
 None of these layouts is documented by its agent. They are known from public notes and from code that reads
-such files, and they change between versions. What carries no message is counted in ``Source.skipped``.
+such files, and they change between versions. What carries no message is counted in ``Source.skipped``. Each
+reader lists the kinds of events that cannot change a prompt, and the report names all others.
 """
 
 from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,11 @@ from titan_tree.errors import UserError
 
 IMAGES = "images became the text [image] or [document]; the model saw them, but titan_tree reads only text"
 MEDIA = {"image": "image", "input_image": "image", "image_url": "image", "document": "document"}
+MAY_MATTER = (
+    "{}: this kind of event is left out, and it is not known whether it changed what later answers read; "
+    "check them with titan-tree inspect --show, or remove the file"
+)
+FORKED = "this session continues a copy of {}; if both files are in the data, the copied answers count twice"
 
 
 @dataclass(eq=False)
@@ -42,8 +48,13 @@ class Event:
     prompt_tokens: int | None = None
 
     @property
-    def is_answer(self) -> bool:
+    def has_assistant(self) -> bool:
         return any(message["role"] == "assistant" for message in self.messages)
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether it has something to train. An empty answer has not, and what a compaction keeps neither."""
+        return any(m["role"] == "assistant" and m.get("weight") != 0 and _has_text(m) for m in self.messages)
 
 
 class SessionReader(Reader):
@@ -103,14 +114,14 @@ def _conversations(source: Source, events: Sequence[Event]) -> Iterator[tuple[in
             path.append(event_above)
             event_above = event_above.parent
         path.reverse()
-        answers = [event for event in path if event.is_answer]
+        first = next(event for event in path if event.has_assistant)
         messages = [
             {**message, "weight": 0} if event in trained and message["role"] == "assistant" else message
             for event in path
             for message in event.messages
         ]
-        trained.update(answers)
-        yield answers[0].prompt_tokens, _finished(messages)
+        trained.update(event for event in path if event.is_answer)
+        yield first.prompt_tokens, _finished(messages)
     if unused := sum(1 for event in events if event.messages and event not in used):
         source.skipped["message without an answer"] += unused
 
@@ -123,11 +134,29 @@ def _finished(messages: list[Message]) -> list[Message]:
         extra: Message = {}
         if messages[index + 1 : index + 2] and messages[index + 1]["role"] == "assistant":
             extra = {} if message.get("finish_reason") else {"finish_reason": "stop"}
-        if not any(message.get(name) for name in ("content", "reasoning_content", "tool_calls")):
+        if not _has_text(message):
             extra["weight"] = 0
         if extra:
             messages[index] = {**message, **extra}
     return messages
+
+
+def _has_text(message: Message) -> bool:
+    return any(message.get(name) for name in ("content", "reasoning_content", "tool_calls"))
+
+
+def leave_out(source: Source, kind: object, neutral: Collection[str], what: str = "") -> None:
+    """Counts an event without a message, and warns of a kind that is not known to be neutral.
+
+    Args:
+        kind: the name that the file gives to the event.
+        neutral: the kinds that cannot change a prompt.
+        what: a word before the kind in the report, such as "item ".
+    """
+    name = f"{what}{as_text(kind)[:40]}"
+    source.skipped[name] += 1
+    if kind not in neutral:
+        warn_once(source.path, MAY_MATTER.format(name))
 
 
 def context(messages: Sequence[Message]) -> list[Message]:

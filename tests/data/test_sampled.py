@@ -1,0 +1,219 @@
+"""What responses of vLLM and SGLang record of an answer is trained as it is."""
+
+import pytest
+
+from tests.support.cases import for_each
+from tests.support.datasets import sample_reader
+from tests.support.formats import write_document, write_lines
+from titan_tree.components.tree_tokenizer import TreeTokenizer
+from titan_tree.data.readers import read_records
+from titan_tree.errors import UserError
+
+ASKED = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0.7}
+SAID = {"message": {"role": "assistant", "content": "ab"}, "finish_reason": "stop"}
+CONTENT = {"content": [{"token": f"token_id:{t}", "logprob": p} for t, p in ((8, -0.5), (9, -0.25))]}
+PAIRS = [[-0.5, 8, "a"], [-0.25, 9, None]]
+EXPECTED = {
+    "tokens": [5, 6, 8, 9],
+    "loss_mask": [0, 0, 1, 1],
+    "rollout_logprobs": [None, None, -0.5, -0.25],
+    "temperature": 0.7,
+    "finish_reason": "stop",
+}
+
+
+def read(tmp_path, *rows):
+    return [record for _, record in read_records(write_lines(tmp_path / "f.jsonl", list(rows)))]
+
+
+def chat(response=None, **choice):
+    return {"request": ASKED, "response": {"choices": [SAID | choice]} | (response or {})}
+
+
+@for_each(
+    "row",
+    [
+        chat({"prompt_token_ids": [5, 6]}, token_ids=[8, 9], logprobs=CONTENT),
+        chat({"prompt_token_ids": [5, 6]}, logprobs=CONTENT),  # return_tokens_as_token_ids
+        chat(prompt_token_ids=[5, 6], meta_info={"output_token_logprobs": PAIRS}),
+        {"choices": [SAID | {"token_ids": [8, 9], "logprobs": CONTENT}], "prompt_token_ids": [5, 6]} | ASKED,
+        {  # completions
+            "request": {"prompt": "text", "temperature": 0.7},
+            "response": {
+                "choices": [
+                    {"text": "ab", "token_ids": [8, 9], "prompt_token_ids": [5, 6], "finish_reason": "stop"}
+                    | {"logprobs": {"tokens": ["a", "b"], "token_logprobs": [-0.5, -0.25]}}
+                ]
+            },
+        },
+        {  # generate of SGLang
+            "request": {"input_ids": [5, 6], "sampling_params": {"temperature": 0.7}},
+            "response": {
+                "text": "ab",
+                "output_ids": [8, 9],
+                "meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": PAIRS},
+            },
+        },
+        {  # the same of a text
+            "request": {"text": "hi", "sampling_params": {"temperature": 0.7}},
+            "response": {
+                "output_ids": [8, 9],
+                "meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": PAIRS}
+                | {"prompt_tokens": 2, "input_token_logprobs": [[None, 5, "h"], [-0.1, 6, "i"]]},
+            },
+        },
+    ],
+)
+def test_recorded_ids_are_trained(tmp_path, row):
+    (record,) = read(tmp_path, row | {"reward": 1.0})
+    assert record == EXPECTED | {"reward": 1.0}
+
+
+def test_masks_and_experts_come_along(tmp_path):
+    experts = {"routed_experts": [[[2]], [[3]]]}
+    row = {
+        "request": {"token_ids": [5, 6], "sampling_params": {"temperature": 0.7}},
+        "response": {
+            "prompt_routed_experts": [[[0]], [[1]]],
+            "choices": [
+                {"token_ids": [8, 9], "logprobs": CONTENT, "sampling_mask": [[8], [7, 9]]}
+                | {"finish_reason": "stop"}
+                | experts
+            ],
+        },
+    }
+    (record,) = read(tmp_path, row)
+    assert record == EXPECTED | {
+        "sampling_mask": [None, None, [8], [7, 9]],
+        "routed_experts": [[[0]], [[1]], [[2]], [[3]]],
+    }
+
+
+def test_calls_with_ids_form_groups_by_their_messages(tmp_path):
+    rows = [chat({"prompt_token_ids": [5, 6]}, token_ids=[8, n], logprobs=None) for n in (9, 10)]
+    later = chat({"prompt_token_ids": [5, 6, 8, 9, 5]}, token_ids=[7])
+    later["request"] = {"messages": [*ASKED["messages"], SAID["message"], {"role": "user", "content": "x"}]}
+    file = write_lines(tmp_path / "f.jsonl", [*rows, later])
+    (group,) = sample_reader(file).files.groups()  # needs no tokenizer
+    paths = sample_reader(file).paths(group)
+    assert [path.tokens.tolist() for path in paths] == [[5, 6, 8, 9], [5, 6, 8, 10], [5, 6, 8, 9, 5, 7]]
+
+
+def test_choices_with_ids_become_trajectories(tmp_path):
+    row = chat({"prompt_token_ids": [5, 6]})
+    row["response"]["choices"] = [SAID | {"token_ids": [8, 9]}, SAID | {"token_ids": [8]}, SAID]
+    (record,) = read(tmp_path, row | {"tools": None})
+    assert [t.get("tokens") for t in record["trajectories"]] == [[5, 6, 8, 9], [5, 6, 8], None]
+    assert record["trajectories"][2]["messages"][-1] == {
+        "role": "assistant",
+        "content": "ab",
+        "finish_reason": "stop",
+    }
+
+
+@for_each(
+    ("row", "line"),
+    [
+        (chat(token_ids=[8, 9]), "token ids of the answer, but not of the prompt"),
+        (chat(logprobs={"content": [{"token": "ab", "logprob": -0.5}]}), "log-probs of tokens without ids"),
+        (chat({"prompt_token_ids": [5, 6]}, token_ids=[8, 9]), "are trained as recorded, not the text"),
+    ],
+)
+def test_what_is_done_is_said(tmp_path, caplog, row, line):
+    caplog.clear()
+    read(tmp_path, row)
+    (said,) = [record.message for record in caplog.records]
+    assert line in said
+
+
+@for_each(
+    ("row", "message"),
+    [
+        (
+            chat({"prompt_token_ids": [5]}, token_ids=[8], logprobs=CONTENT),
+            r"choices\[0\]: expected 1 token ids",
+        ),
+        (
+            chat({"prompt_token_ids": [5]}, token_ids=[8, 7], logprobs=CONTENT),
+            r"expected 2 token ids and as many log-probs, got \[8, 9\], too",
+        ),
+        (
+            {"request": {"prompt": "x"}, "response": {"choices": [{"text": "y"}]}},
+            "expected token ids of the pro",
+        ),
+        (chat({"prompt_token_ids": [5]}, logprobs="x"), r"choices\[0\].logprobs: expected an object"),
+    ],
+)
+def test_ids_that_do_not_fit_are_refused(tmp_path, row, message):
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, row)
+
+
+ATIF_STEPS = [
+    {"step_id": 1, "source": "system", "message": "Be brief."},
+    {"step_id": 2, "source": "user", "message": [{"type": "text", "text": "look"}]},
+    {"step_id": 3, "source": "agent", "message": "old", "is_copied_context": True},
+    {
+        "step_id": 4,
+        "source": "agent",
+        "message": "I look",
+        "reasoning_content": "hm",
+        "tool_calls": [{"tool_call_id": "c", "function_name": "ls", "arguments": {}}],
+        "observation": {"results": [{"source_call_id": "c", "content": "a"}, {"content": "prompt>"}]},
+    },
+    {"step_id": 5, "source": "agent", "message": "done"},
+]
+ATIF = {
+    "schema_version": "ATIF-v1.7",
+    "session_id": "s",
+    "agent": {"name": "a", "version": "1"},
+    "steps": ATIF_STEPS,
+}
+
+
+def test_a_trajectory_of_harbor(tmp_path):
+    child = {"trajectory_id": "child", "agent": {}, "steps": [ATIF_STEPS[1], ATIF_STEPS[4]]}
+    file = write_document(tmp_path / "trajectory.json", ATIF | {"subagent_trajectories": [child]})
+    ((_, record),) = read_records(file)
+    assert record["id"] == "s"
+    main, sub = (trajectory["messages"] for trajectory in record["trajectories"])
+    call = {"id": "c", "type": "function", "function": {"name": "ls", "arguments": {}}}
+    assert main == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": "old", "weight": 0},
+        {"role": "assistant", "content": "I look", "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "a"},
+        {"role": "user", "content": "prompt>"},
+        {"role": "assistant", "content": "done"},
+    ]
+    assert sub == [{"role": "user", "content": "look"}, {"role": "assistant", "content": "done"}]
+
+
+def test_token_ids_of_harbor_are_trained(tmp_path):
+    metrics = [
+        {"prompt_token_ids": [1, 2], "completion_token_ids": [3], "logprobs": [-0.5]},
+        {"prompt_token_ids": [1, 2, 3, 4], "completion_token_ids": [5, 6], "logprobs": [-0.25, -1]},
+    ]
+    steps = [ATIF_STEPS[1], *({"source": "agent", "message": "x", "metrics": m} for m in metrics)]
+    file = write_document(tmp_path / "f.json", ATIF | {"steps": steps, "reward": 1.0})
+    reader = sample_reader(file, TreeTokenizer.byte_level())
+    (group,) = reader.files.groups()
+    paths = reader.paths(group)
+    assert [path.tokens.tolist() for path in paths] == [[1, 2, 3], [1, 2, 3, 4, 5, 6]]
+    assert [path.loss_mask.tolist() for path in paths] == [[0, 0, 1], [0, 0, 0, 0, 1, 1]]
+
+
+@for_each(
+    ("step", "message"),
+    [
+        ({"source": "tool", "message": "x"}, r"steps\[0\].source: expected system, user, agent, got 'tool'"),
+        (
+            {"source": "system", "message": "x", "extra": {"context_management": {"type": "compaction"}}},
+            r"steps\[0\].extra.context_management: the step changes what later answers read",
+        ),
+    ],
+)
+def test_steps_of_harbor_that_are_not_known_are_refused(tmp_path, step, message):
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, ATIF | {"steps": [step, ATIF_STEPS[4]]})

@@ -1,0 +1,144 @@
+"""Token ids, log-probs, experts and sampling masks that responses of vLLM and SGLang record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from titan_tree.data.readers import Record
+from titan_tree.data.readers.chat import joined, mark_of, without, without_temperature_0
+from titan_tree.data.readers.row_reader import RowReader, expect, warn_once
+from titan_tree.data.readers.token_rows import TokenRowReader
+from titan_tree.errors import UserError, shorten
+
+TOKEN_ID = "token_id:"  # how vLLM writes an id in place of a token's text
+AS_RECORDED = (
+    "the token ids that responses hold are trained as recorded, not the text; they must be those of this "
+    "run's tokenizer: to train the text, remove token_ids from the file"
+)
+NO_PROMPT = (
+    "some responses hold token ids of the answer, but not of the prompt, so the text of both is tokenized "
+    "again, and recorded log-probs are left out; log with return_token_ids = true"
+)
+NO_IDS = (
+    "some responses hold log-probs of tokens without ids, which are left out; log with return_token_ids = "
+    "true, or score the file (titan-tree score)"
+)
+SHAPELESS = "routed_experts: some are bytes without a shape (SGLang), which are left out"
+
+
+def recorded(path: str, request: Record, response: Record, choice: Record, where: str) -> Record | None:
+    """Returns what was recorded of an answer as a record of token ids, or None without ids of both parts.
+
+    Args:
+        path: the file, for warnings.
+        choice: a part of the response; the response itself where it has one answer.
+        where: the field of the choice, for errors.
+
+    Raises:
+        UserError: lists of other lengths, or ids that contradict each other.
+    """
+    info = expect(choice.get("meta_info") or {}, dict, f"{where}.meta_info", "an object")
+    found = list(_answers(choice, info, where))
+    ids = next((ids for ids, _ in found if ids), None)
+    logprobs = next((values for _, values in found if values), None)
+    if ids is None:
+        if logprobs is not None:
+            warn_once(path, NO_IDS)
+        return None
+    for others, values in found:
+        if others not in (None, ids) or len(values or ids) != len(ids):
+            got = shorten(values if others in (None, ids) else others)
+            raise UserError(f"{where}: expected {len(ids)} token ids and as many log-probs, got {got}, too")
+    prompts = [part.get("prompt_token_ids") for part in (choice, response)]
+    prompts += [request.get(name) for name in ("input_ids", "prompt", "token_ids")]
+    prompt = next((ids for ids in (*prompts, _read(info)) if _are_ids(ids)), None)
+    if prompt is None:
+        warn_once(path, NO_PROMPT)
+        return None
+    warn_once(path, AS_RECORDED)
+    row: Record = {"prompt_ids": prompt, "completion_ids": ids, "response_logprobs": logprobs}
+    row["sampling_mask"] = choice.get("sampling_mask") or info.get("output_token_sampling_mask")
+    if isinstance(experts := choice.get("routed_experts"), list):
+        experts = [*(response.get("prompt_routed_experts") or []), *experts]
+    row["routed_experts"] = experts
+    if info.get("routed_experts") is not None:
+        warn_once(path, SHAPELESS)
+    settings = request.get("sampling_params") or request
+    row |= without_temperature_0({"temperature": settings.get("temperature")})
+    finish = info.get("finish_reason", mark_of(choice, where))
+    row["finish_reason"] = finish.get("type") if isinstance(finish, dict) else finish
+    return {name: value for name, value in TokenRowReader().convert(row).items() if value is not None}
+
+
+def _answers(choice: Record, info: Record, where: str) -> Iterator[tuple[Any, Any]]:
+    """Yields the ids and the log-probs of the answer that each part of a choice has; None if it has none."""
+    for name in ("token_ids", "output_ids"):
+        yield choice.get(name), None
+    if pairs := info.get("output_token_logprobs"):
+        pairs = [expect(pair, list, f"{where}.meta_info.output_token_logprobs", "lists") for pair in pairs]
+        over_mask = info.get("output_token_sampling_logprobs")
+        yield [pair[1] for pair in pairs], over_mask or [pair[0] for pair in pairs]
+    logprobs = expect(choice.get("logprobs") or {}, dict, f"{where}.logprobs", "an object")
+    content = logprobs.get("content") or []
+    tokens = [part.get("token") for part in content] or logprobs.get("tokens") or []
+    values = [part.get("logprob") for part in content] or logprobs.get("token_logprobs")
+    are_ids = tokens and all(str(token).startswith(TOKEN_ID) for token in tokens)
+    yield [int(token.removeprefix(TOKEN_ID)) for token in tokens] if are_ids else None, values
+
+
+def _read(info: Record) -> list[object] | None:
+    """Returns the ids of the prompt that the log-probs of the input cover, if they cover all of it."""
+    pairs = info.get("input_token_logprobs") or []
+    return [pair[1] for pair in pairs] if len(pairs) == info.get("prompt_tokens") else None
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+class EngineCallReader(RowReader):
+    """Reads calls of completions and of generate, whose prompts are text or token ids:
+
+        {"request": {"prompt": ids, ...}, "response": {"choices": [{"token_ids", "logprobs", ...}]}}
+        {"request": {"input_ids", ...}, "response": {"meta_info": {"output_token_logprobs", ...}, ...}}
+
+    The ids are trained as recorded. ``prompt_token_ids`` or the request has those of the prompt.
+    """
+
+    reads_calls = True
+
+    def recognizes_row(self, row: Record) -> bool:
+        request, response = row.get("request"), row.get("response")
+        return (
+            isinstance(request, dict)
+            and not {"messages", "input"} & request.keys()
+            and bool({"prompt", "input_ids", "text", "token_ids"} & request.keys())
+            and isinstance(response, dict | list)
+        )
+
+    def convert(self, row: Record) -> Record:
+        request = expect(row.get("request"), dict, "request", "an object with a prompt")
+        response = row.get("response")
+        choices = response.get("choices", [response]) if isinstance(response, dict) else response
+        choices = expect(choices, list, "response.choices", "a list")
+        records = []
+        for index, choice in enumerate(choices):
+            where = f"response.choices[{index}]"
+            choice = expect(choice, dict, where, "an object with token ids")
+            whole = response if isinstance(response, dict) else {}
+            if (record := recorded(self.path, request, whole, choice, where)) is None:
+                raise UserError(
+                    f"{where}: expected token ids of the prompt and of the answer; log them with "
+                    "return_token_ids = true, or give the texts as prompt and completion"
+                )
+            records.append(record)
+        return with_answers(without(row, ("request", "response")), records)
+
+
+def with_answers(row: Record, records: list[Record]) -> Record:
+    """Returns a row with its answer, or as a task with the trajectories of several answers."""
+    if len(records) == 1:
+        return joined(row, records[0])
+    shared = {name: row[name] for name in ("temperature", "reward") if name in row}
+    return joined(without(row, shared), {"trajectories": [shared | record for record in records]})
