@@ -16,7 +16,6 @@ import argparse
 import dataclasses
 import json
 import os
-import sys
 from pathlib import Path
 
 from titan_tree.cli.data_arguments import (
@@ -90,8 +89,7 @@ def run(args: argparse.Namespace) -> None:
     with progress_bar() as open_file:
         payload = xray.payload(open_file)
     if args.json:
-        json.dump(payload, sys.stdout, ensure_ascii=False, separators=(",", ":"))
-        print()
+        print(json.dumps(payload, separators=(",", ":")))
         return
     for line in (*payload["sentences"], *payload["notes"]):
         print(line)
