@@ -61,6 +61,11 @@ def add_plugins_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_force_argument(parser: argparse.ArgumentParser) -> None:
+    """Declares the user's word that an existing file may be replaced."""
+    parser.add_argument("--force", action="store_true", help="replace a file that the command did not write")
+
+
 def add_settings(parser: argparse.ArgumentParser, option: str, help: str) -> None:
     """Declares an option that takes KEY=VALUE pairs, as the table of a configuration has them."""
     parser.add_argument(option, nargs="+", type=_setting, default=[], metavar="KEY=VALUE", help=help)

@@ -16,7 +16,7 @@ import os
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from titan_tree.cli.data_arguments import progress_bar
+from titan_tree.cli.data_arguments import add_force_argument, progress_bar
 from titan_tree.cli.run_process import rank
 from titan_tree.errors import UserError, count, printable
 
@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the field to write, such as ref_logprobs",
     )
     add("--entropies", action="store_true", help="also write the entropies; training ignores them")
+    add_force_argument(parser)
     add("--experts", action="store_true", help="also write routed_experts, which data.replay uses")
 
 
@@ -63,6 +64,8 @@ def run(args: argparse.Namespace) -> None:
             entropies=args.entropies,
             routed_experts=args.experts,
             open_file=open_file,
+            inputs=[args.config] if args.config else [],
+            force=args.force,
         )
     if rank() == 0:
         print(describe(args.out, totals))

@@ -21,6 +21,7 @@ from pathlib import Path
 from titan_tree.cli.data_arguments import (
     FILES,
     add_data_arguments,
+    add_force_argument,
     add_plugins_argument,
     data_config,
     progress_bar,
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_data_arguments(parser, files=f"{FILES}, a folder to search, or the folder of a run", metavar="PATH")
     add("-o", "--out", default="xray.html", metavar="FILE", help="the page to write")
-    add("--force", action="store_true", help="replace FILE even if it is no page of xray")
+    add_force_argument(parser)
     add("--json", action="store_true", help="print the numbers of the page as JSON, and write no page")
     add("--no-text", action="store_true", help="leave out all texts, so that the numbers can be shared")
     for option, meaning in (

@@ -18,6 +18,7 @@ from titan_tree.config.checks import require
 from titan_tree.config.plugins import import_attribute, imports_refused, is_import_string
 from titan_tree.config.registry import Registry
 from titan_tree.config.toml import load_tables, read_tables
+from titan_tree.data.readers import find_files
 from titan_tree.data.settings import DataConfig, PartitionConfig, ValidationConfig
 from titan_tree.distributed.settings import LRSchedulerConfig, OptimizerConfig, ParallelConfig
 from titan_tree.errors import UserError, errors_at
@@ -32,6 +33,13 @@ PATHS = (
     ("data", "template"),
     ("lora", "adapter"),
 )
+
+
+def paths_read(config: Config) -> list[str]:
+    """Returns the files and folders that a run with a configuration reads."""
+    named = [getattr(getattr(config, table), name) for table, name in PATHS if table]
+    data = [*(config.data.files or ()), *(config.validation.files or ())]
+    return [*(find_files(data) if data else ()), *filter(None, named)]
 
 
 def check_warmup(warmup_steps: int, steps: int) -> None:
