@@ -57,7 +57,7 @@ def add_plugins_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plugins",
         action="store_true",
-        help="import the code that the configuration of the run names; read it first (docs/trust.md)",
+        help="import the code that the config.toml of a run names; read it first (SECURITY.md)",
     )
 
 
