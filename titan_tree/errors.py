@@ -82,18 +82,6 @@ def hide(text: str) -> str:
     return _URL_USER.sub("***@", text)
 
 
-def mask_secrets(text: str) -> tuple[str, int]:
-    """Returns ``text`` with ``***`` in place of what looks like a secret, and how many of them it held.
-
-    Found are keys of well-known services, tokens of the header Authorization, values of names such as
-    PASSWORD, passwords in URLs, and private keys.
-
-    >>> mask_secrets("DB_PASSWORD='hunter22' curl https://ada:pa55@example.com")
-    ("DB_PASSWORD='***' curl https://***@example.com", 2)
-    """
-    return _SECRET.subn(lambda found: f"{found['before'] or ''}***", text)
-
-
 def _spelled(char: str) -> str:
     """Returns a regular expression for a character as it is, percent-encoded, or escaped in JSON."""
     encoded = "".join(f"%{byte:02x}" for byte in char.encode(errors="replace"))

@@ -208,7 +208,7 @@ def test_code_that_the_user_named_is_no_further_code(folder: Path) -> None:
     (folder / "own" / "other.py").write_text(EVIL)
     with imports_refused():
         import_plugins(["own.parts"])
-        with pytest.raises(UserError, match="names the code own.other"):
+        with pytest.raises(UserError, match=r"names the code own\.other"):
             import_plugins(["own.other"])
     assert not (folder / "RAN").exists()
 

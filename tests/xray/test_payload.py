@@ -316,6 +316,15 @@ def test_the_folder_of_a_run_has_its_curves_and_its_data(tmp_path, capsys):
         assert value == pytest.approx([reward - mean] * len(value), abs=1e-6)
 
 
+def test_bytes_that_differ_inside_of_a_character_are_other_text(tmp_path):
+    rows = [
+        {"group_id": "g", "messages": [{"role": "user", "content": c}, {"role": "assistant", "content": "b"}]}
+        for c in "éè"
+    ]
+    payload = payload_of(write_lines(tmp_path / "d.jsonl", rows))
+    assert [name for name, _, _ in payload["reasons"]] == ["other text of the user"]
+
+
 @pytest.mark.parametrize("row", [b"1,x", b"1,\xff", b"1,\0", b'1,"' + b"9" * 200_000, b"1,2,3"])
 def test_a_damaged_row_of_metrics_is_named(row, tmp_path):
     (tmp_path / "metrics.csv").write_bytes(b"step,loss\n" + row + b"\n")

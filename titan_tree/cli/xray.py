@@ -36,7 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-o", "--out", default="xray.html", metavar="FILE", help="the page to write")
     add_force_argument(parser)
     add("--json", action="store_true", help="print the numbers of the page as JSON, and write no page")
-    add("--no-text", action="store_true", help="leave out all texts, so that the numbers can be shared")
+    add(
+        "--no-text",
+        action="store_true",
+        help="leave out all texts and ids, so that the numbers can be shared",
+    )
+    add("--show-secrets", action="store_true", help="do not hide what looks like keys and passwords")
     for option, meaning in (
         ("--max-tokens", "also show partitions of at most N tokens"),
         ("--ranks", "also show which of N ranks trains on each tree"),
@@ -86,6 +91,7 @@ def run(args: argparse.Namespace) -> None:
         max_tokens=args.max_tokens,
         ranks=args.ranks,
         curves=curves,
+        has_secrets=args.show_secrets,
     )
     with progress_bar() as open_file:
         payload = xray.payload(open_file)

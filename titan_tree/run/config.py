@@ -134,7 +134,7 @@ def load_any(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 @contextmanager
 def stored_code_refused(path: str | Path | None, plugins: bool) -> Iterator[None]:
-    """Within a ``with`` statement, imports no code if ``path`` is a stored configuration, without ``plugins``.
+    """Within a ``with`` statement, imports no code if a run stored ``path``, unless ``plugins``.
 
     Commands that do not train load a configuration and use it within: some names are imported at first use.
     """
