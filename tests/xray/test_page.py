@@ -274,7 +274,7 @@ def test_the_wheel_zooms_about_the_pointer_and_a_drag_moves(page: Any) -> None:
     assert middle(page, 1)[0] == pytest.approx(int(x) + (x - int(x)) * np.exp(0.6), abs=0.5)
     before = page.evaluate(view)
     page.mouse.down()
-    page.mouse.move(x - 60, y)
+    page.mouse.move(int(x) - 60, y)
     page.mouse.up()
     after = page.evaluate(view)
     assert after[0] - before[0] == pytest.approx(60 / before[2], rel=1e-6)
