@@ -11,13 +11,13 @@ All contenders of a benchmark run in one process, in turn. Rows name the benchma
 device and the versions; they are appended to outputs/bench/NAME.csv, or to the file of --csv.
 """
 
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from benchmarks import BENCHES, ELSEWHERE
 from titan_tree.cli import Help, Parser, call
 from titan_tree.cli.bench import add_arguments, measure
+from titan_tree.cli.run_process import exit_process, prepare_streams
 from titan_tree.errors import UserError, unknown_name
 
 PROGRAM = "python -m benchmarks"
@@ -27,8 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one benchmark and returns the exit status, 1 if --against found a ratio that fell."""
     parser = Parser(PROGRAM, description=__doc__, formatter_class=Help)
     add_arguments(parser, BENCHES)
-    args = parser.parse_args(argv)
-    return call(PROGRAM, lambda: run(args.name, args.arguments))
+    return call(PROGRAM, lambda: run(**vars(parser.parse_args(argv))))
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
@@ -41,4 +40,5 @@ def run(name: str, arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    prepare_streams()
+    exit_process(main)

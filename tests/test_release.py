@@ -44,11 +44,12 @@ def test_the_wheel_of_the_sdist_shows_and_configures_the_demo_from_any_folder(tm
     leave_out = shutil.ignore_patterns("__pycache__")
     for name in ("titan_tree", "train_configs"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=leave_out)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "constraints.txt"):
         shutil.copy(ROOT / name, source)
     sdist = build("sdist", source, tmp_path)
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
+    assert (tmp_path / f"titan_tree-{__version__}" / "constraints.txt").exists()
     wheel = build("wheel", tmp_path / f"titan_tree-{__version__}", tmp_path)
     names = zipfile.ZipFile(wheel).namelist()
     packaged = {name for name in names if name.startswith("titan_tree/train_configs/")}

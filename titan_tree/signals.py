@@ -1,9 +1,10 @@
-"""Signals that ask a run to end, such as Ctrl-C or a scheduler's SIGTERM."""
+"""Signals that ask a run to end, such as Ctrl-C or a scheduler's SIGTERM, and lost standard streams."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -109,3 +110,19 @@ def discard(descriptor: int) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, descriptor)
     os.close(null)
+
+
+def open_standard_streams() -> None:
+    """Opens stdin, stdout and stderr if the process was started without them, as a service may be.
+
+    Otherwise the next file that it opens would get their number. stdin is then empty, writing to stdout fails
+    as on a full disk, and what is written to stderr is dropped.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            flags = os.O_WRONLY if name == "stderr" else os.O_RDONLY
+            os.set_inheritable(os.open(os.devnull, flags), True)  # gets the number, the smallest free one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115

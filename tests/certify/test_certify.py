@@ -350,12 +350,6 @@ def test_the_command_writes_json_and_a_page_and_its_status_says_whether_all_chec
     assert "FAILED in bfloat16: loss: " in capsys.readouterr().out
 
 
-def test_a_missing_folder_is_refused_before_the_step(capsys):
-    assert main(["certify", "demo", "--page", "none/c.html"]) == 2
-    message = "none/c.html: there is no folder none; make it, or name a file in another one"
-    assert capsys.readouterr().err == f"titan-tree: error: {message}\n"
-
-
 @pytest.mark.parametrize("option", ["--page", "--json"])
 def test_a_certificate_replaces_neither_its_input_nor_another_file(option, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -98,9 +98,17 @@ def test_the_guard_names_ratios_that_fell_by_more_than_3_percent():
 
 def test_rows_with_new_columns_are_appended_to_a_file(tmp_path):
     path = tmp_path / "folder" / "rows.csv"
-    record.append_csv(path, [{"what": "a", "ms": 1}])
-    record.append_csv(path, [{"what": "b", "ms": 2, "note": "new"}])
-    assert path.read_text().splitlines() == ["what,ms,note", "a,1,", "b,2,new"]
+    record.append_csv(path, [{"bench": "x", "what": "a", "ms": 1}])
+    record.append_csv(path, [{"bench": "x", "what": "b", "ms": 2, "note": "new"}])
+    assert path.read_text().splitlines() == ["bench,what,ms,note", "x,a,1,", "x,b,2,new"]
+
+
+def test_a_file_of_someone_else_gets_no_rows(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(UserError, match="expected a CSV file of a benchmark, which has a column bench"):
+        record.append_csv(path, [{"bench": "x", "ms": 1}])
+    assert path.read_text() == "a,b\n1,2\n"
 
 
 def test_a_missing_package_is_named():

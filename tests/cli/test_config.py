@@ -84,7 +84,7 @@ def test_json_has_every_key_that_the_page_lists(capsys: pytest.CaptureFixture[st
         ),
         (
             ["--model", "qwen3:debug", "--data", "demo", "-o", "."],
-            "--out .: this file exists; give a new one, or remove it",
+            ".: expected the name of a file to write, got a folder",
         ),
         (
             ["--model", "0.6B", "--data", "demo"],

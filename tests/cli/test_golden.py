@@ -77,7 +77,6 @@ def printed(command: str) -> str:
         mock.patch.dict(os.environ, COLUMNS="100"),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
-        contextlib.suppress(SystemExit),  # of argparse
     ):
         cli.main(shlex.split(command))
     return out.getvalue() + err.getvalue()

@@ -84,7 +84,9 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capsys: pytest.Capt
     source, store, out = folder / "shop.jsonl", folder / "shop.store", tmp_path / "out"
     byte = ["--tokenizer", "byte"]
     assert "--tokenizer: conversations need the tokenizer" in error_of(capsys, source, out)
-    assert "expected a new file, but it exists" in error_of(capsys, source, store, *byte)
+    assert "this file exists; name another one, or replace it with --force" in error_of(
+        capsys, source, store, *byte
+    )
     assert "this is a token store already" in error_of(capsys, store, out)
     assert "shop.store: this is a token store already" in error_of(capsys, source, store, out, *byte)
     clock = tmp_path / "clock.jinja"

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import socket
 from pathlib import Path
 
@@ -69,26 +70,38 @@ def test_an_output_is_a_regular_file_in_a_folder(tmp_path: Path) -> None:
         (tmp_path / "fifo", "expected the name of a file to write, got a FIFO"),
         (tmp_path, "expected the name of a file to write, got a folder"),
         (Path("/dev/null"), "expected the name of a file to write, got a device"),
-        (
-            tmp_path / "none" / "page",
-            f"there is no folder {tmp_path}/none; make it",
-        ),
+        (tmp_path / "fifo" / "page", "cannot be written: Not a directory"),
+        (tmp_path / ("x" * 300), "cannot be written: File name too long"),
     ):
         with pytest.raises(UserError, match=f"^{path}: {message}"):
             write_output(path, "made by", "made by", force=True)
+    write_output(tmp_path / "new" / "page", "text")
+    assert (tmp_path / "new" / "page").read_text() == "text"
 
 
-def test_a_full_disk_leaves_the_earlier_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_force_replaces_no_file_of_an_input_folder(
+    tmp_path: Path,
+) -> None:
+    weights = tmp_path / "model" / "weights"
+    write_output(weights, "1")
+    with pytest.raises(UserError, match="this file exists; name another one, or replace it with --force"):
+        write_output(weights, "2")
+    with pytest.raises(UserError, match="the command reads this file"):
+        write_output(weights, "2", inputs=[tmp_path / "model"], force=True)
+    assert weights.read_text() == "1"
+    write_output(weights, "2", force=True)
+    assert weights.read_text() == "2"
+
+
+def test_a_full_disk_leaves_the_earlier_output(tmp_path: Path) -> None:
     page = tmp_path / "page"
     write_output(page, "made by: 1", "made by")
-
-    def full(path: Path, text: str, **_: object) -> None:
-        with path.open("w") as file:
-            file.write(text[:3])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(UserError, match=f"^{page}: cannot be written: No space left on device"):
-        write_output(page, "made by: 2", "made by")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # stands for a full disk
+    try:
+        with pytest.raises(UserError, match=f"^{page}: cannot be written: File too large; free some space"):
+            write_output(page, "made by: 2" * 1000, "made by")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert page.read_text() == "made by: 1"
     assert os.listdir(tmp_path) == ["page"]

@@ -20,7 +20,7 @@ from titan_tree import Trainer, TreeTokenizer
 from titan_tree.cli import main
 from titan_tree.components.tree_loss.settings import LOSSES
 from titan_tree.config import plugins
-from titan_tree.config.plugins import import_plugins
+from titan_tree.config.plugins import import_plugins, imports_refused
 from titan_tree.config.toml import dump_config, load_tables
 from titan_tree.data import demo
 from titan_tree.data.settings import ADVANTAGES
@@ -157,6 +157,7 @@ def test_a_stored_configuration_imports_nothing(folder: Path, key: str) -> None:
     files = "" if key.startswith("rl.") else 'data.files = "demo"\n'
     (folder / "config.toml").write_text(f"{key} = {value}\n{SHOWN}{files}")
     (folder / "RAN").unlink(missing_ok=True)
+    plugins._imported.clear()
     sys.path[:] = [entry for entry in sys.path if entry != str(folder)]
     path = list(sys.path)
     message = (
@@ -186,18 +187,30 @@ def test_commands_import_the_code_of_a_run_only_with_plugins(
 ) -> None:
     (folder / "own" / "parts.py").write_text(EVIL)
     (folder / "config.toml").write_text(f'plugins = ["own.parts"]\n{SHOWN}data.files = "demo"\n')
-    for command in (["chat", "."], ["export", ".", "out"]):
+    score = ["score", "demo", "out.jsonl", "--config", "./config.toml"]
+    named = [["plan", "config.toml"], ["certify", "config.toml"], score]
+    for command in (["chat", "."], ["export", ".", "out"], *named):
         assert main(command) == 2
         assert "config.toml: plugins: names the code own.parts" in capsys.readouterr().err
     assert main(["xray", ".", "--json"]) == 0
     assert not (folder / "RAN").exists()
     capsys.readouterr()
-    for command in (["chat", "."], ["export", ".", "out"], ["xray", ".", "--json"]):
+    for command in (["chat", "."], ["export", ".", "out"], ["xray", ".", "--json"], named[0]):
         (folder / "RAN").unlink(missing_ok=True)
         sys.modules.pop("own.parts", None)
         main([*command, "--plugins"])
         assert "names the code" not in capsys.readouterr().err
         assert (folder / "RAN").exists()
+
+
+def test_code_that_the_user_named_is_no_further_code(folder: Path) -> None:
+    import_plugins(["own.parts"])
+    (folder / "own" / "other.py").write_text(EVIL)
+    with imports_refused():
+        import_plugins(["own.parts"])
+        with pytest.raises(UserError, match=r"names the code own\.other"):
+            import_plugins(["own.other"])
+    assert not (folder / "RAN").exists()
 
 
 def test_a_folder_with_the_name_of_code_is_a_folder(folder: Path) -> None:

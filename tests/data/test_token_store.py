@@ -121,7 +121,7 @@ def test_a_store_of_another_version_is_refused(tmp_path: Path, monkeypatch: pyte
 
 def test_an_existing_file_stays_as_it_is(store: Path) -> None:
     before = store.read_bytes()
-    with pytest.raises(UserError, match="expected a new file, but it exists"):
+    with pytest.raises(UserError, match="this file exists; name another one"):
         write_store(store, [], {})
     assert store.read_bytes() == before
 
@@ -134,8 +134,6 @@ def test_nothing_remains_of_a_store_that_was_not_finished(tmp_path: Path) -> Non
     with pytest.raises(UserError, match="bad line"):
         write_store(tmp_path / "store", groups(), {})
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(UserError, match="cannot be written: No such file"):
-        write_store(tmp_path / "none" / "store", groups(), {})
     (tmp_path / "file").touch()
     for name, reason in ((Path("file/store"), "Not a directory"), (Path("x" * 300), "File name too long")):
         with pytest.raises(UserError, match=f"cannot be written: {reason}"):
@@ -147,7 +145,7 @@ def test_a_store_that_another_process_wrote_meanwhile_stays(tmp_path: Path) -> N
         yield "a", [TokenPath([1])]
         (tmp_path / "store").write_text("another")
 
-    with pytest.raises(UserError, match="expected a new file, but it exists"):
+    with pytest.raises(UserError, match="this file exists; name another one"):
         write_store(tmp_path / "store", groups(), {})
     assert [file.read_text() for file in tmp_path.iterdir()] == ["another"]
 

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from titan_tree.distributed import launch
-from titan_tree.distributed.launch import Launch
+from titan_tree.distributed.launch import Launch, ranks_of_machine
 from titan_tree.errors import UserError
 
 GOOD = {
@@ -69,6 +69,16 @@ def test_wrong_variables(changes: dict[str, str | None], message: str) -> None:
     variables = {name: value for name, value in (GOOD | changes).items() if value is not None}
     with pytest.raises(UserError, match="^" + re.escape(f"environment variable {message}")):
         Launch.of(variables)
+
+
+def test_a_wrong_number_of_ranks_on_a_machine_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert ranks_of_machine(3) == 3
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "abc")
+    with pytest.raises(
+        UserError, match=r"^environment variable LOCAL_WORLD_SIZE: expected an integer from 1"
+    ):
+        ranks_of_machine()
 
 
 @contextmanager

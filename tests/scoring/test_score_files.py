@@ -312,7 +312,7 @@ def test_the_command_line(tmp_path, capsys):
 
     new = str(tmp_path / "new.jsonl")
     assert "--model or --config: missing" in error(data, new)
-    assert "out.jsonl: expected a new file, but it exists" in error(*command[1:])
+    assert "out.jsonl: this file exists; name another one, or replace it with --force" in error(*command[1:])
     with_config = ["--config", str(tmp_path / "c.toml")]
     assert "--field: expected one of old_logprobs, ref_logprobs" in error(
         data, new, *with_config, "--field", "rollout_logprobs"

@@ -12,6 +12,7 @@ from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 from titan_tree.xray.credit import answer_advantages, estimators
 from titan_tree.xray.rendering import KINDS
+from titan_tree.xray.secrets import Secrets
 from titan_tree.xray.segments import find_segments, texts
 
 Group = tuple[list[TokenPath], list[float], list[int]]  # paths, rewards, the rollout of each path
@@ -95,7 +96,7 @@ def tree_payload(
         "calls": segments.calls.tolist(),
         "trained": segments.trained.astype(int).tolist(),
         "kind": segments.kind.tolist(),
-        "text": texts(tree, segments, lambda tokens: " ".join(map(str, tokens))),
+        "text": texts(tree, segments, lambda tokens: " ".join(map(str, tokens)), Secrets(False)),
         "reason": [0 if parent in parents[:i] else -1 for i, parent in enumerate(parents)],
         "samples": samples,
         "advantages": answer_advantages(segments, samples),

@@ -72,7 +72,11 @@ def full_payload() -> dict[str, Any]:
         each["loss"] = float(i)
     result = payload(trees, name="<b>name</b>")
     result["run"] = {
-        "curves": {"loss": [[0, 1, 2], [3.0, 2.0, 1.5]]},
+        "curves": {
+            "alpha": [[0, 1], [1.0, 2.0]],
+            "lr": [[0, 1], [1.0, 2.0]],
+            "loss": [[0, 1, 2], [3.0, 2.0, 1.5]],
+        },
         "samples": [{"title": "step 0", "excerpts": [["a question", 0], ["an answer", 1]]}],
     }
     return result
@@ -112,6 +116,7 @@ def show(page: Any, tree: int, measure: str = "kind", estimator: str = "group") 
     page.evaluate("number => (xray.chooseTree(number), xray.icicle.pin(-1), xray.icicle.fit())", tree)
     page.locator(f"#by-{measure}").click()
     page.select_option("#estimator", estimator)
+    page.evaluate("document.getElementById('tree').scrollIntoView({ block: 'center' })")
     settle(page)
 
 
@@ -262,14 +267,14 @@ def test_the_wheel_zooms_about_the_pointer_and_a_drag_moves(page: Any) -> None:
     whole = page.evaluate(view)
     page.evaluate("xray.icicle.tree.longest *= 4, xray.icicle.fit()")  # a token has at most 24 pixels
     x, y = middle(page, 1)
-    page.mouse.move(x, y)
+    page.mouse.move(int(x), y)  # a browser reports whole pixels
     page.mouse.wheel(0, -300)
     settle(page)
     assert page.evaluate("xray.icicle.scaleX") == pytest.approx(whole[2] / 4 * np.exp(0.6))
-    assert middle(page, 1)[0] == pytest.approx(x, abs=0.5)
+    assert middle(page, 1)[0] == pytest.approx(int(x) + (x - int(x)) * np.exp(0.6), abs=0.5)
     before = page.evaluate(view)
     page.mouse.down()
-    page.mouse.move(x - 60, y)
+    page.mouse.move(int(x) - 60, y)
     page.mouse.up()
     after = page.evaluate(view)
     assert after[0] - before[0] == pytest.approx(60 / before[2], rel=1e-6)
@@ -362,10 +367,10 @@ def test_the_switch_hides_all_text(page: Any) -> None:
     texts = {data["text"][longest], "a question", "an answer"}
     show(page, BRANCHING)
     page.evaluate("segment => xray.icicle.pin(segment)", longest)
-    page.locator("details summary").first.click()
+    page.locator("#samples summary").first.click()
     assert all(text in page.inner_text("body") for text in texts)
     page.locator("#hide-text").check()
-    page.locator("details summary").first.click()
+    page.locator("#samples summary").first.click()
     page.mouse.move(*middle(page, longest))
     assert not any(text in page.inner_text("body") for text in texts)
     assert page.locator("mark").first.inner_text() == "·" * len("an answer")
@@ -377,7 +382,11 @@ def test_names_are_text_and_plots_are_drawn(page: Any) -> None:
     assert page.locator("#name").inner_text() == "<b>name</b>"
     assert page.locator("#sentences p").all_inner_texts() == [*data["sentences"], *data["notes"]]
     assert page.locator("#overview canvas").count() == 2
-    assert page.locator("#curves canvas").count() == 1
+    assert page.locator("#curves h3").all_inner_texts() == ["loss", "lr"]
+    assert page.locator("#curves canvas").first.bounding_box()["y"] < 400
+    assert page.locator("#more-curves summary").inner_text() == "1 more"
+    page.locator("#more-curves summary").click()
+    assert page.locator("#more-curves canvas").bounding_box()["width"] > 100
     assert page.locator("details mark").first.text_content() == "an answer"
 
 
@@ -425,3 +434,27 @@ def test_large_trees_are_smooth(browser: Any, tmp_path: Path) -> None:
         assert np.median(times_ms) < limit_ms, times_ms  # the machine may pause the browser for a while
         assert page.errors == []
         page.close()
+
+
+def test_the_tabs_fit_a_small_screen(page: Any) -> None:
+    page.set_viewport_size({"width": 1280, "height": 900})
+    tops = page.evaluate(
+        "[...find('measures').children].map((tab) => tab.offsetTop)".replace(
+            "find", "document.getElementById"
+        )
+    )
+    page.set_viewport_size({"width": 1400, "height": 1000})
+    assert len(set(tops)) == 1
+
+
+def test_a_click_on_a_long_path_lists_its_end(browser: Any, tmp_path: Path) -> None:
+    """The path of the last turn of 20,000 took seconds to lay out."""
+    tree = star(1, 20_000)
+    page = open_page(browser, payload([tree]), tmp_path)
+    seconds = page.evaluate(
+        "() => { const start = performance.now(); xray.icicle.pin(xray.tree().n - 1);"
+        " document.body.offsetHeight; return (performance.now() - start) / 1000; }"
+    )
+    assert page.locator("#panel .path li").count() == 200
+    assert page.locator("#panel .path li").last.get_attribute("class") == "chosen"
+    assert seconds < 1

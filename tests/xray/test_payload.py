@@ -27,9 +27,11 @@ from titan_tree.data.advantages import advantages
 from titan_tree.data.readers import read_records
 from titan_tree.data.settings import ADVANTAGES
 from titan_tree.data.turns import Turns
+from titan_tree.errors import UserError
 from titan_tree.xray import rendering
 from titan_tree.xray.payload import Xray
 from titan_tree.xray.rendering import KINDS, Renderer
+from titan_tree.xray.runs import _curves
 from titan_tree.xray.sources import Sources
 
 
@@ -312,9 +314,22 @@ def test_the_folder_of_a_run_has_its_curves_and_its_data(tmp_path, capsys):
     mean = np.mean([task["reward"] for task in demo_tasks(1)[0]["trajectories"]])
     for reward, value in zip(rewards, values, strict=True):
         assert value == pytest.approx([reward - mean] * len(value), abs=1e-6)
-    (tmp_path / "metrics.csv").write_text("step,loss\n1,x\n")
-    assert main(["xray", str(tmp_path), "--json"]) == 2
-    assert "metrics.csv:2: expected a step and numbers; repair the line" in capsys.readouterr().err
+
+
+def test_bytes_that_differ_inside_of_a_character_are_other_text(tmp_path):
+    rows = [
+        {"group_id": "g", "messages": [{"role": "user", "content": c}, {"role": "assistant", "content": "b"}]}
+        for c in "éè"
+    ]
+    payload = payload_of(write_lines(tmp_path / "d.jsonl", rows))
+    assert [name for name, _, _ in payload["reasons"]] == ["other text of the user"]
+
+
+@pytest.mark.parametrize("row", [b"1,x", b"1,\xff", b"1,\0", b'1,"' + b"9" * 200_000, b"1,2,3"])
+def test_a_damaged_row_of_metrics_is_named(row, tmp_path):
+    (tmp_path / "metrics.csv").write_bytes(b"step,loss\n" + row + b"\n")
+    with pytest.raises(UserError, match=r"metrics.csv:[12]: expected a step and numbers; repair the line"):
+        _curves(str(tmp_path / "metrics.csv"))
 
 
 def test_warnings_are_counted_by_file(sessions, tmp_path):

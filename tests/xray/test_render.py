@@ -25,6 +25,7 @@ def test_the_file_holds_the_payload_and_loads_nothing(tmp_path: Path) -> None:
     assert json.loads(gzip.decompress(base64.b64decode(packed[1]))) == expected
     assert "<title>&lt;/script&gt;&lt;img src=x&gt;? · titan-tree xray</title>" in page
     assert "default-src 'none'" in page
+    assert "form-action 'none'; base-uri 'none'" in page
     assert re.findall(r'(?:src|href)="(?!data:)|@import|url\(|^(?:import|export) ', page, re.MULTILINE) == []
     assert page.count("<script") == page.count("</script>") == 3
     write_page(expected, tmp_path / "again.html")
@@ -32,9 +33,6 @@ def test_the_file_holds_the_payload_and_loads_nothing(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as error:
-        write_page(payload([tree_payload("a", PATHS, [1.0, 0.0])]), tmp_path / "none" / "page.html")
-    assert str(error.value) == (
-        f"{tmp_path}/none/page.html: there is no folder {tmp_path}/none; make it, or name a file in another "
-        "one"
-    )
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=f"^{tmp_path}/file/page.html: cannot be written: Not a directory; "):
+        write_page(payload([tree_payload("a", PATHS, [1.0, 0.0])]), tmp_path / "file" / "page.html")

@@ -8,18 +8,18 @@ docstring becomes the command's --help text.
 from __future__ import annotations
 
 import argparse
+import errno
 import io
-import os
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from typing import NoReturn
 
-from titan_tree.cli.run_process import exit_process, rank
-from titan_tree.errors import AgreedError, UserError, printable, unknown_name
-from titan_tree.signals import Interrupted, keyboard_interrupts
+from titan_tree.cli.run_process import STDOUT, exit_place, exit_process, prepare_streams, rank
+from titan_tree.errors import AgreedError, UserError, unknown_name
+from titan_tree.signals import Interrupted, discard, keyboard_interrupts
 
 COMMANDS = {  # name -> summary; a command's module is imported only when it runs
     "train": "train a model on data files",
@@ -53,12 +53,18 @@ EXAMPLES = """examples:
   titan-tree doctor --json"""
 
 
+class Finished(SystemExit):
+    """All that there is to say was printed, for --help, or by a process that the command started."""
+
+
 class Parser(argparse.ArgumentParser):
     """Reports wrong arguments in one line, as all other errors are."""
 
     def error(self, message: str) -> NoReturn:
-        """Ends the process with status 2."""
-        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help lists the arguments\n")
+        raise UserError(f"{message}; {self.prog} --help lists the arguments")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        raise Finished(status)
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
@@ -72,6 +78,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
 def program() -> None:
     """Runs the command that ``sys.argv`` names, and ends the process with its exit status."""
+    prepare_streams()
     exit_process(main)
 
 
@@ -80,9 +87,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     docs/signals.md lists them.
     """
-    args = parse(sys.argv[1:] if argv is None else argv)
-    command = partial(args.run, args)
-    return call("titan-tree", command if args.words[0] in RUNS else partial(read_and_print, command))
+    words = sys.argv[1:] if argv is None else argv
+
+    def run() -> int | None:
+        args = parse(words)
+        with nullcontext() if words[0] in RUNS else keyboard_interrupts():
+            return args.run(args)
+
+    return call("titan-tree", run)
 
 
 def call(program: str, run: Callable[[], int | None]) -> int:
@@ -90,46 +102,48 @@ def call(program: str, run: Callable[[], int | None]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # escape what the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        status = run()
+        try:
+            status = run()
+        except Finished as finished:
+            status = int(finished.code or 0)
+        sys.stdout.flush()
+        return status or 0
     except Interrupted as interrupted:
         return int(interrupted.code or 0)
-    except UserError as error:
-        if rank() > 0:
-            time.sleep(2)  # rank 0 probably reports the same error, and torchrun then ends this process
-        if rank() == 0 or not isinstance(error, AgreedError):
-            print(f"{program}: error: {error}", file=sys.stderr, flush=True)
-        return 2
-    return status or 0
-
-
-def read_and_print(command: Callable[[], int | None]) -> int | None:
-    """Calls a command that reads files and prints, and returns its exit status."""
-    try:
-        with keyboard_interrupts():
-            status = command()
-            sys.stdout.flush()
-    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at exit
-        return 1
-    except OSError as error:
-        if error.filename is None:
-            raise
-        raise UserError(f"{printable(error.filename)}: {error.strerror}") from None
     except KeyboardInterrupt:
         return 130
-    return status
+    except UserError as raised:
+        error = raised
+    except SystemExit as raised:
+        error = UserError(f"{exit_place(raised)} ended the process; let this code raise an exception instead")
+    except OSError as raised:
+        if raised.filename is None:
+            raise
+        if raised.filename == STDOUT:
+            discard(1)  # Python flushes stdout at exit
+            if raised.errno == errno.EPIPE:  # a reader such as head has seen enough
+                return 1
+        error = UserError(f"{raised.filename}: {raised.strerror}")
+    if rank() > 0:
+        time.sleep(2)  # rank 0 probably reports the same error, and torchrun then ends this process
+    if rank() == 0 or not isinstance(error, AgreedError):
+        with suppress(OSError):
+            print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+    return 2
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Returns the arguments of a command; ``run`` is its function, and ``words`` are those of ``argv``.
 
-    Wrong arguments and --help raise SystemExit.
+    Raises:
+        UserError: wrong arguments.
+        Finished: --help and the like were printed.
     """
     command = argv[0] if argv else None
     parser = _parser([command])
     if command is None:
         parser.print_help(sys.stderr)
-        raise SystemExit(2)
+        parser.exit(2)
     if command not in COMMANDS and not command.startswith("-"):
         parser.error(str(unknown_name("command", command, COMMANDS)))
     args, rest = parser.parse_known_args(argv)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 
+from titan_tree.cli.data_arguments import add_force_argument, add_plugins_argument
 from titan_tree.cli.run_process import add_run_arguments, rank, start_torchrun
 from titan_tree.errors import UserError
 
@@ -26,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, metavar="N", default=MAX_TOKENS, help=of_all)
     add("--json", metavar="FILE", help="also write the certificate as JSON")
     add("--page", metavar="FILE", help="also write it as one HTML page")
-    add("--force", action="store_true", help="replace FILEs even if they are no certificates")
+    add_force_argument(parser)
+    add_plugins_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,18 +36,18 @@ def run(args: argparse.Namespace) -> int:
     # These import torch, which --help does not need.
     from titan_tree.certify import certify, report
     from titan_tree.config.files import check_output
-    from titan_tree.data.readers import find_files
-    from titan_tree.run.config import load_any
+    from titan_tree.run.config import load_any, paths_read, stored_code_refused
 
     if args.tokens < 2:
         raise UserError(f"--tokens: expected at least 2, one for each of two paths, got {args.tokens}")
-    config = load_any(args.config, args.overrides)
-    read = [args.config, *(find_files(config.data.files) if config.data.files else ())]
-    for file, marker in ((args.json, report.JSON_MARKER), (args.page, report.PAGE_MARKER)):
-        if file:
-            check_output(file, marker, read, args.force)
-    start_torchrun(args)
-    certificate = certify(config, args.tokens)
+    with stored_code_refused(args.config, args.plugins):
+        config = load_any(args.config, args.overrides)
+        read = [args.config, *paths_read(config)]
+        for file, marker in ((args.json, report.JSON_MARKER), (args.page, report.PAGE_MARKER)):
+            if file:
+                check_output(file, marker, read, args.force)
+        start_torchrun(args)
+        certificate = certify(config, args.tokens)
     if rank() == 0:
         print(report.text(certificate))
         if args.json:

@@ -23,7 +23,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from titan_tree.cli.data_arguments import named_model
+from titan_tree.cli.data_arguments import add_force_argument, named_model
 from titan_tree.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--data", nargs="+", metavar="FILE", help='its data: files, glob patterns, or "demo"')
     add("-o", "--out", metavar="FILE.toml", help="the file to write, a new one (default: print it)")
+    add_force_argument(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
         if args.names or args.json:
             given = args.names[0] if args.names else "--json"
             raise UserError(f"{given}: expected no keys and no --json together with --model; remove it")
-        _write(args.model, args.data, args.out)
+        _write(args.model, args.data, args.out, args.force)
         return
     found = find(args.names)
     if args.json:
@@ -126,18 +127,21 @@ def _as_json(key: Key) -> dict[str, Any]:
     }
 
 
-def _write(model: str, files: list[str], out: str | None) -> None:
+def _write(model: str, files: list[str], out: str | None, force: bool) -> None:
     """Writes or prints a configuration."""
-    if out is not None and Path(out).exists():
-        raise UserError(f"--out {out}: this file exists; give a new one, or remove it")
+    from titan_tree.config.files import check_output, write_output
+    from titan_tree.data.readers import find_files
+
+    read = [model, *find_files(files)]
+    if out is not None:
+        check_output(out, None, read, force)
     values, is_unscored = settings(model, files, Path(out or "run.toml").stem)
     what_next = advice(out or "my.toml", files if is_unscored else [])
     text = written(values, what_next)
     if out is None:
         print(text, end="")
         return
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
-    Path(out).write_text(text, encoding="utf-8")
+    write_output(out, text, None, read, force)
     print(printable(f"wrote {out}; {what_next}"))
 
 

@@ -57,8 +57,13 @@ def add_plugins_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plugins",
         action="store_true",
-        help="import the code that the configuration of the run names; read it first (docs/trust.md)",
+        help="import the code that the config.toml of a run names; read it first (SECURITY.md)",
     )
+
+
+def add_force_argument(parser: argparse.ArgumentParser) -> None:
+    """Declares the user's word that an existing file may be replaced."""
+    parser.add_argument("--force", action="store_true", help="replace a file that the command did not write")
 
 
 def add_settings(parser: argparse.ArgumentParser, option: str, help: str) -> None:

@@ -10,6 +10,7 @@ Without --adapter, updates of LoRA are added to the weights. The weights get the
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
     from titan_tree.run.saved_model import SavedModel
 
     out = Path(args.out).expanduser()
-    if out.exists():
+    if os.path.lexists(out):
         raise UserError(f"{args.out}: it exists already; give a new one, or remove it")
     saved = SavedModel.at(args.model, args.plugins)
     if saved.config is None:

@@ -13,7 +13,13 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_tree.cli.data_arguments import add_data_arguments, add_settings, data_config, progress_bar
+from titan_tree.cli.data_arguments import (
+    add_data_arguments,
+    add_force_argument,
+    add_settings,
+    data_config,
+    progress_bar,
+)
 from titan_tree.data.settings import ADVANTAGES
 from titan_tree.errors import UserError, count, printable
 
@@ -27,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command line of ``titan-tree ingest``."""
     add_data_arguments(parser)
     parser.add_argument("out", metavar="OUT", help="the store to write, a new file")
+    add_force_argument(parser)
     parser.add_argument(
         "--advantage",
         default="given",
@@ -48,7 +55,8 @@ def run(args: argparse.Namespace) -> None:
     _check(reader, tokenizer)
     with progress_bar() as open_file:
         groups = ((group.id, reader.paths(group)) for group in reader.files.groups(open_file))
-        stats = write_store(args.out, groups, _header(args, reader, tokenizer))
+        read = [*reader.files.paths, *filter(None, (args.tokenizer, args.template))]
+        stats = write_store(args.out, groups, _header(args, reader, tokenizer), read, args.force)
     total = TreeStats.total(stats)
     print(
         f"{printable(args.out)}: {count(len(stats), 'group')} with {count(total.n_paths, 'sample')}; "

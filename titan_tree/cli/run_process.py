@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from titan_tree.errors import hide
-from titan_tree.signals import discard
+from titan_tree.errors import hide, shorten
+from titan_tree.signals import discard, open_standard_streams
 
 if TYPE_CHECKING:
     from titan_tree.run.config import Config
 
 C = TypeVar("C", bound="Config")
+
+STDOUT = "stdout"  # the file name in its errors
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,12 +74,40 @@ def rank() -> int:
     return int(number) if number.isdecimal() else 0
 
 
+def exit_place(raised: SystemExit) -> str:
+    """Returns which call ended the process, such as "sys.exit(0) at loss.py:5"."""
+    frame = traceback.extract_tb(raised.__traceback__)[-1]
+    return f"sys.exit({shorten(raised.code)}) at {frame.filename}:{frame.lineno}"
+
+
+class _StdoutFile(io.FileIO):
+    """Names itself in its errors, which otherwise have no file name."""
+
+    def write(self, content: Any) -> int:
+        try:
+            return super().write(content)
+        except OSError as error:
+            error.filename = STDOUT
+            raise
+
+
+def prepare_streams() -> None:
+    """Opens standard streams that are closed, and lets stdout name itself in its errors."""
+    open_standard_streams()
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(_StdoutFile(1, "w", closefd=False)),
+        encoding=sys.stdout.encoding,
+        line_buffering=sys.stdout.isatty(),
+    )
+
+
 def exit_process(main: Callable[[], int]) -> None:
     """Runs ``main`` and ends the process with its exit status, or 1 after an exception."""
     try:
         status = main()
     except Exception:
-        print(hide(traceback.format_exc()), end="", file=sys.stderr, flush=True)
+        with suppress(OSError):
+            print(hide(traceback.format_exc()), end="", file=sys.stderr, flush=True)
         status = 1
     if status:
         with suppress(OSError):  # the reader of a pipe has ended

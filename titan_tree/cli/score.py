@@ -16,7 +16,7 @@ import os
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from titan_tree.cli.data_arguments import progress_bar
+from titan_tree.cli.data_arguments import add_force_argument, add_plugins_argument, progress_bar
 from titan_tree.cli.run_process import rank
 from titan_tree.errors import UserError, count, printable
 
@@ -39,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the field to write, such as ref_logprobs",
     )
     add("--entropies", action="store_true", help="also write the entropies; training ignores them")
+    add_force_argument(parser)
+    add_plugins_argument(parser)
     add("--experts", action="store_true", help="also write routed_experts, which data.replay uses")
 
 
@@ -46,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     """Runs ``titan-tree score``. Raises UserError for wrong input or an existing file."""
     # These import torch, which --help does not need.
     from titan_tree.data.readers import open_binary
-    from titan_tree.run.config import load_config
+    from titan_tree.run.config import load_config, stored_code_refused
     from titan_tree.scoring.score_files import score_files
 
     if not (args.model or args.config):
@@ -54,16 +56,19 @@ def run(args: argparse.Namespace) -> None:
     overrides = [f"data.files={json.dumps(args.files)}", "data.weights=null", *args.set]
     if args.model:
         overrides += [f"model.hf_path={json.dumps(args.model)}", "model.flavor=null"]
-    config = load_config(args.config or os.devnull, overrides)
-    with nullcontext(open_binary) if rank() else progress_bar() as open_file:
-        totals = score_files(
-            config,
-            args.out,
-            args.field,
-            entropies=args.entropies,
-            routed_experts=args.experts,
-            open_file=open_file,
-        )
+    with stored_code_refused(args.config, args.plugins):
+        config = load_config(args.config or os.devnull, overrides)
+        with nullcontext(open_binary) if rank() else progress_bar() as open_file:
+            totals = score_files(
+                config,
+                args.out,
+                args.field,
+                entropies=args.entropies,
+                routed_experts=args.experts,
+                open_file=open_file,
+                inputs=[args.config] if args.config else [],
+                force=args.force,
+            )
     if rank() == 0:
         print(describe(args.out, totals))
 

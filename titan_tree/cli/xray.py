@@ -16,12 +16,12 @@ import argparse
 import dataclasses
 import json
 import os
-import sys
 from pathlib import Path
 
 from titan_tree.cli.data_arguments import (
     FILES,
     add_data_arguments,
+    add_force_argument,
     add_plugins_argument,
     data_config,
     progress_bar,
@@ -34,9 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_data_arguments(parser, files=f"{FILES}, a folder to search, or the folder of a run", metavar="PATH")
     add("-o", "--out", default="xray.html", metavar="FILE", help="the page to write")
-    add("--force", action="store_true", help="replace FILE even if it is no page of xray")
+    add_force_argument(parser)
     add("--json", action="store_true", help="print the numbers of the page as JSON, and write no page")
-    add("--no-text", action="store_true", help="leave out all texts, so that the numbers can be shared")
+    add(
+        "--no-text",
+        action="store_true",
+        help="leave out all texts and ids, so that the numbers can be shared",
+    )
+    add("--show-secrets", action="store_true", help="do not hide what looks like keys and passwords")
     for option, meaning in (
         ("--max-tokens", "also show partitions of at most N tokens"),
         ("--ranks", "also show which of N ranks trains on each tree"),
@@ -86,12 +91,12 @@ def run(args: argparse.Namespace) -> None:
         max_tokens=args.max_tokens,
         ranks=args.ranks,
         curves=curves,
+        has_secrets=args.show_secrets,
     )
     with progress_bar() as open_file:
         payload = xray.payload(open_file)
     if args.json:
-        json.dump(payload, sys.stdout, ensure_ascii=False, separators=(",", ":"))
-        print()
+        print(json.dumps(payload, separators=(",", ":")))
         return
     for line in (*payload["sentences"], *payload["notes"]):
         print(line)

@@ -12,8 +12,8 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from titan_tree.errors import UserError
@@ -44,69 +44,92 @@ def regular(path: str, flags: int) -> int:
 
 
 def check_output(
-    path: str | Path, marker: str, inputs: Iterable[str | Path] = (), force: bool = False
+    path: str | Path, marker: str | None = None, inputs: Iterable[str | Path] = (), force: bool = False
 ) -> None:
     """Refuses to write a file that a command must not write. Symbolic links are followed.
 
     Args:
         path: the file to write: a new one, an empty one, or one that the command wrote earlier.
-        marker: text near the beginning of every file that the command writes.
-        inputs: what the command reads, also if it is no file. ``path`` must be none of these.
-        force: accept a file of other origin.
+        marker: text near the beginning of every file that the command writes and may replace. None: there is
+            no such file.
+        inputs: files that the command reads, and folders of which it reads files. None of them is replaced.
+        force: replace a file of other origin.
 
     Raises:
-        UserError: ``path`` is an input, a file of other origin, no regular file, or in no folder.
+        UserError: ``path`` is an input, a file of other origin, or no regular file.
     """
     file = Path(os.path.realpath(path))
-    if not file.parent.is_dir():
-        folder = os.path.dirname(path) or "."
-        raise UserError(f"{path}: there is no folder {folder}; make it, or name a file in another one")
     if not file.exists():
         return
     if not file.is_file():
         kind = "a folder" if file.is_dir() else KINDS.get(stat.S_IFMT(file.stat().st_mode), "a socket")
         raise UserError(f"{path}: expected the name of a file to write, got {kind.partition(';')[0]}")
-    for read in inputs:
-        if os.path.exists(read) and file.samefile(read):
-            raise UserError(f"{path}: the command reads this file; name another one to write")
+    read = {_identity(name) for name in inputs if os.path.exists(name)}
+    is_input = _identity(file) in read
     try:
         with open(file, "rb", opener=regular) as earlier:
             start = earlier.read(4096)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}; name another file to write") from None
-    if start and marker.encode() not in start and not force:
-        raise UserError(
-            f"{path}: this file exists, and the command did not write it; name another one, or replace it "
-            "with --force"
-        )
+    if start and (marker is None or marker.encode() not in start):
+        is_input |= any(_identity(folder) in read for folder in file.parents)
+        if not is_input and not force:
+            origin = "" if marker is None else ", and the command did not write it"
+            raise UserError(f"{path}: this file exists{origin}; name another one, or replace it with --force")
+    if is_input:
+        raise UserError(f"{path}: the command reads this file; name another one to write")
 
 
-def write_output(
-    path: str | Path, text: str, marker: str, inputs: Iterable[str | Path] = (), force: bool = False
-) -> None:
-    """Writes a text file whole or not at all: an earlier one stays until the new one is complete.
+def _identity(path: str | Path) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino
+
+
+@contextmanager
+def new_output(
+    path: str | Path, marker: str | None = None, inputs: Iterable[str | Path] = (), force: bool = False
+) -> Iterator[Path]:
+    """Yields a temporary path, which gets the name ``path`` if the ``with`` statement has written all of it.
+
+    An earlier file stays until then. Missing folders are made.
 
     Args:
         path, marker, inputs, force: see ``check_output``.
-        text: the content, which contains ``marker``.
 
     Raises:
         UserError: as ``check_output``; or the file cannot be written.
     """
-    assert marker in text[:4096]
-    check_output(path, marker, inputs, force)
+    inputs = list(inputs)
     file = Path(os.path.realpath(path))
     part = file.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
+        check_output(path, marker, inputs, force)
+        if not file.parent.exists():
+            file.parent.mkdir(parents=True)
         try:
-            part.write_text(text, encoding="utf-8", errors="replace")  # names of files may hold other bytes
+            yield part
+            check_output(path, marker, inputs, force)  # another process may have written it meanwhile
             if file.exists():
                 shutil.copymode(file, part)
             os.replace(part, file)
         finally:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 part.unlink()
     except OSError as error:
+        reason = error.strerror or error
         raise UserError(
-            f"{path}: cannot be written: {error.strerror}; name a file in another folder"
+            f"{path}: cannot be written: {reason}; free some space, or name a file in another folder"
         ) from None
+
+
+def write_output(
+    path: str | Path,
+    text: str,
+    marker: str | None = None,
+    inputs: Iterable[str | Path] = (),
+    force: bool = False,
+) -> None:
+    """Writes a text file whole or not at all, see ``new_output``. The text contains ``marker``."""
+    assert marker is None or marker in text[:4096]
+    with new_output(path, marker, inputs, force) as part:
+        part.write_text(text, encoding="utf-8", errors="replace")  # names of files may hold other bytes

@@ -35,7 +35,7 @@ def importing() -> str | None:
 
 @contextmanager
 def imports_refused() -> Iterator[None]:
-    """Imports no code of the user within a ``with`` statement: a stranger may have named it."""
+    """Within a ``with`` statement, imports no further code: a stranger may have named it."""
     global _refusals
     _refusals += 1
     try:
@@ -61,7 +61,7 @@ def import_plugin(module: str) -> ModuleType:
         raise UserError(
             f"expected the dotted name of a module, such as my_package.parts, got {shorten(module)}"
         )
-    if _refusals:
+    if _refusals and module not in _imported:
         raise UserError(
             f"names the code {module}, and that of a stored configuration runs only with --plugins; read the "
             "code first"

@@ -17,14 +17,13 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from titan_tree.config.files import regular
+from titan_tree.config.files import new_output, regular
 from titan_tree.data.readers import Reader, Record, Source
 from titan_tree.data.tree_bytes import padding, tree_from_bytes, tree_to_bytes
 from titan_tree.errors import UserError
@@ -137,14 +136,19 @@ def is_store(file: Path) -> bool:
 
 
 def write_store(
-    file: str | Path, groups: Iterable[tuple[str, Sequence[TokenPath]]], header: Mapping[str, object]
+    file: str | Path,
+    groups: Iterable[tuple[str, Sequence[TokenPath]]],
+    header: Mapping[str, object],
+    inputs: Iterable[str] = (),
+    force: bool = False,
 ) -> list[TreeStats]:
     """Writes a store. The file appears under its name only when it is complete.
 
     Args:
-        file: the store to write; it must not exist.
+        file: the store to write.
         groups: (id, samples) of each group.
         header: what the groups were made of, as JSON values.
+        inputs, force: see ``check_output``.
 
     Returns:
         The sizes of the tree of each group.
@@ -152,42 +156,27 @@ def write_store(
     Raises:
         UserError: the file exists or cannot be written.
     """
-    path, partial = Path(file), Path(f"{file}.{os.getpid()}.tmp")
     ids, rows, all_stats = [], [], []
-    try:
-        _refuse_existing(path)
-        with open(partial, "wb") as out:
-            out.write(MAGIC)
-            for id, paths in groups:
-                tree = TokenTree.from_paths(paths)
-                _align(out)
-                content = tree_to_bytes(tree)
-                ids.append(id)
-                all_stats.append(stats := tree.stats)
-                sizes = stats.n_tree, stats.n_flat, stats.n_paths
-                rows.append((out.tell(), len(content), zlib.crc32(content), *sizes))
-                out.write(content)
+    with new_output(file, None, inputs, force) as partial, open(partial, "wb") as out:
+        out.write(MAGIC)
+        for id, paths in groups:
+            tree = TokenTree.from_paths(paths)
             _align(out)
-            table = np.array(rows, GROUP)
-            lines = json.dumps({**header, "version": VERSION}), json.dumps(ids), ""
-            footer = "\n".join(lines).encode() + table.tobytes()
-            trailer = TRAILER.pack(out.tell(), len(footer), zlib.crc32(footer), MAGIC)
-            out.write(footer + trailer)
-            out.flush()
-            os.fsync(out.fileno())
-        _refuse_existing(path)  # another process may have written it meanwhile
-        partial.rename(path)
-    except OSError as error:
-        raise UserError(f"{file}: cannot be written: {error.strerror or error}") from None
-    finally:
-        with suppress(OSError):  # it has its final name already, or was never made
-            partial.unlink()
+            content = tree_to_bytes(tree)
+            ids.append(id)
+            all_stats.append(stats := tree.stats)
+            sizes = stats.n_tree, stats.n_flat, stats.n_paths
+            rows.append((out.tell(), len(content), zlib.crc32(content), *sizes))
+            out.write(content)
+        _align(out)
+        table = np.array(rows, GROUP)
+        lines = json.dumps({**header, "version": VERSION}), json.dumps(ids), ""
+        footer = "\n".join(lines).encode() + table.tobytes()
+        trailer = TRAILER.pack(out.tell(), len(footer), zlib.crc32(footer), MAGIC)
+        out.write(footer + trailer)
+        out.flush()
+        os.fsync(out.fileno())
     return all_stats
-
-
-def _refuse_existing(path: Path) -> None:
-    if path.exists():
-        raise UserError(f"{path}: expected a new file, but it exists; remove it or choose another name")
 
 
 def _align(out: BinaryIO) -> None:

@@ -25,7 +25,13 @@ POLL_S = 0.1  # interval at which a rank that waits for the others reads the sto
 JOIN_S = 30.0  # the least time that a rank waits for the others: imports take seconds on a loaded machine
 ANSWER_S = 2.0  # longer than torch needs to report a timeout of its own
 ENDING_S = 60.0  # longer than a process needs to end on a loaded machine
+LOCAL = "LOCAL_WORLD_SIZE"
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def ranks_of_machine(default: int = 1) -> int:
+    """Returns how many ranks torchrun started on this machine. Raises UserError if that is no number."""
+    return _integer(os.environ, LOCAL, 1) if LOCAL in os.environ else default
 
 
 @dataclass(frozen=True)
@@ -62,8 +68,8 @@ class Launch:
                 )
         num_ranks = _integer(variables, "WORLD_SIZE", 1)
         on_this_machine = num_ranks
-        if "LOCAL_WORLD_SIZE" in variables:
-            on_this_machine = _integer(variables, "LOCAL_WORLD_SIZE", 1, num_ranks, "WORLD_SIZE")
+        if LOCAL in variables:
+            on_this_machine = _integer(variables, LOCAL, 1, num_ranks, "WORLD_SIZE")
         rank = _integer(variables, "RANK", 0, num_ranks - 1, "WORLD_SIZE - 1")
         least = min((rank, "RANK"), (on_this_machine - 1, "the ranks of a machine - 1"))
         return Launch(

@@ -9,7 +9,6 @@ tensors. The oldest blocks are offloaded first, because their partitions stay su
 from __future__ import annotations
 
 import math
-import os
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from titan_tree.distributed.launch import ranks_of_machine
 from titan_tree.errors import UserError
 
 Policy = Literal["auto", "keep", "offload", "recompute"]
@@ -275,4 +275,4 @@ def _half_of_host(device: torch.device) -> float:
         return 0.0
     fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
     available = 1024 * int(fields["MemAvailable"].split()[0])
-    return available / 2 / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return available / 2 / ranks_of_machine()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from titan_tree.config.registry import Registry
 from titan_tree.distributed.collectives import rank
 from titan_tree.distributed.faults import failures_named
-from titan_tree.distributed.launch import Launch
+from titan_tree.distributed.launch import Launch, ranks_of_machine
 from titan_tree.distributed.mesh import init_distributed
 from titan_tree.errors import UserError, unknown_name
 from titan_tree.integrations.lightning import (
@@ -94,7 +93,7 @@ def build_trainer(config: LightningRunConfig) -> L.Trainer:
         if name not in known:
             raise unknown_name("argument of lightning.Trainer, in [lightning.trainer],", name, known)
     ranks = launch.num_ranks if launch else 1
-    devices = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    devices = ranks_of_machine(ranks)
     arguments = {
         "accelerator": "cuda" if torch.cuda.is_available() else "cpu",
         "devices": devices,

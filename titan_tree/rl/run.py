@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from titan_tree.components.tree_loss.settings import LossConfig
+from titan_tree.config.plugins import imports_refused
 from titan_tree.config.toml import load_tables
 from titan_tree.distributed.collectives import call_and_gather, call_on_all_ranks
 from titan_tree.distributed.gradient_sync import unsharded
@@ -173,7 +174,8 @@ def after_warm_start(config: RLRunConfig, sampler: Sampler | None = None) -> RLR
         trainer.train()
         trainer.close()
     # Older versions wrote keys of reinforcement learning, too.
-    earlier = warm_start_config(load_tables(RLRunConfig, folder / "config.toml"))
+    with imports_refused():  # of code that ``config`` does not name
+        earlier = warm_start_config(load_tables(RLRunConfig, folder / "config.toml"))
     decisive, other = config_changes(dataclasses.asdict(earlier), warm, (*DECISIVE, *RANDOM_WEIGHTS))
     if decisive:
         raise UserError(

@@ -28,6 +28,7 @@ from titan_tree.data.settings import DataConfig, PartitionConfig
 from titan_tree.distributed import titan
 from titan_tree.distributed.collectives import all_reduce_max
 from titan_tree.distributed.faults import start_timeout
+from titan_tree.distributed.launch import ranks_of_machine
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.step_io import StepInput
@@ -247,7 +248,7 @@ def num_workers(setting: int | str, device: torch.device) -> int:
     if device.type == "cpu":
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1, 1), 4)
+    return min(max(cores // ranks_of_machine() - 1, 1), 4)
 
 
 def build_tokenizer(config: DataConfig, hf_path: str | None) -> TreeTokenizer | None:

@@ -7,8 +7,8 @@ its documentation, and docs/configuration.md is made from it.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from titan_tree.config.checks import require
 from titan_tree.config.plugins import import_attribute, imports_refused, is_import_string
 from titan_tree.config.registry import Registry
 from titan_tree.config.toml import load_tables, read_tables
+from titan_tree.data.readers import find_files
 from titan_tree.data.settings import DataConfig, PartitionConfig, ValidationConfig
 from titan_tree.distributed.settings import LRSchedulerConfig, OptimizerConfig, ParallelConfig
 from titan_tree.errors import UserError, errors_at
@@ -32,6 +33,13 @@ PATHS = (
     ("data", "template"),
     ("lora", "adapter"),
 )
+
+
+def paths_read(config: Config) -> list[str]:
+    """Returns the files and folders that a run with a configuration reads."""
+    named = [getattr(getattr(config, table), name) for table, name in PATHS if table]
+    data = [*(config.data.files or ()), *(config.validation.files or ())]
+    return [*(find_files(data) if data else ()), *filter(None, named)]
 
 
 def check_warmup(warmup_steps: int, steps: int) -> None:
@@ -100,6 +108,7 @@ CONFIGURATIONS: Registry[type[Config]] = Registry(
         "warm_start": "titan_tree.rl.settings:RLRunConfig",
     },
 )
+STORED = "config.toml"  # the name of the configuration in the folder of a run
 # Values that replace the names in a stored [model], which may be code.
 NAMES_OF_CODE = "model.name=qwen3", "model.attention=auto", "model.recurrence=auto"
 
@@ -121,6 +130,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def load_any(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Returns the configuration with the tables of the command that it is for. See ``load_tables``."""
     return load_tables(_tables_of(path, overrides), path, overrides)
+
+
+@contextmanager
+def stored_code_refused(path: str | Path | None, plugins: bool) -> Iterator[None]:
+    """Within a ``with`` statement, imports no code if a run stored ``path``, unless ``plugins``.
+
+    Commands that do not train load a configuration and use it within: some names are imported at first use.
+    """
+    is_stored = path is not None and Path(path).name == STORED
+    with imports_refused() if is_stored and not plugins else nullcontext():
+        yield
 
 
 def load_stored(path: str | Path, plugins: bool = False, data_only: bool = False) -> Config:

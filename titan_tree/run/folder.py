@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_tree.config.files import regular
+from titan_tree.config.files import regular, write_output
 from titan_tree.config.toml import dump_config
 from titan_tree.data.data_files import DataSizes
 from titan_tree.engine.step_io import StepCounts
@@ -55,7 +55,7 @@ class RunFolder:
         try:
             if _text(file) != text:
                 set_aside(file, f"until-step-{step}")
-                file.write_text(text)
+                write_output(file, text, force=True)
             if step == 0 and (earlier := set_aside(self.path / "metrics.csv", "earlier")):
                 logger.info("metrics of an earlier run: moved to %s", earlier)
             return Loggers(self.config.metrics.loggers, self.path, step, num_steps)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_tree.components.lora import LoRA
 from titan_tree.distributed import ao
 from titan_tree.distributed.collectives import call_on_all_ranks_keep_rank0
+from titan_tree.distributed.launch import ranks_of_machine
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize, weight_shards
 from titan_tree.distributed.settings import OPTIMIZERS, ParallelConfig
@@ -201,7 +201,7 @@ def check_memory(config: Config, mesh: DeviceMesh, device: torch.device) -> None
         total = float(torch.cuda.get_device_properties(device).total_memory)
         where = f"the {total / GIB:,.0f} GiB of {torch.cuda.get_device_name(device)}"
     else:
-        total, local_ranks = host_memory(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        total, local_ranks = host_memory(), ranks_of_machine()
         where = f"the {total / GIB:,.0f} GiB of this machine, which has no GPU that torch sees"
     sharing = mesh.size() // config.parallel.replicate  # ranks that shard the model
     needed = least_bytes(config, model) / sharing * local_ranks

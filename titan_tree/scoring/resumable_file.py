@@ -11,12 +11,13 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titan_tree.config.files import regular
+from titan_tree.config.files import check_output, regular
 from titan_tree.errors import UserError
 
 
@@ -24,7 +25,7 @@ class ResumableFile:
     """Writes a file in rounds. The file appears under its name only when it is complete.
 
     Args:
-        path: must not exist.
+        path, inputs, force: see ``check_output``.
 
     Attributes:
         folder: holds the file until it is complete. The caller locks it.
@@ -33,13 +34,14 @@ class ResumableFile:
         UserError: the file exists. All methods: it cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, inputs: Iterable[str] = (), force: bool = False) -> None:
         if not path.name:
             raise UserError(f"{path}: expected the name of a new file")
         self.path, self.folder = path, path.with_name(f"{path.name}.partial")
         self._content, self._state = self.folder / "content", self.folder / "state.json"
         self._description: Mapping[str, object] = {}
-        self._refuse_existing()
+        self._check = partial(check_output, path, None, list(inputs), force)
+        self._check()
 
     def open(self, description: Mapping[str, object]) -> Any:
         """Starts or continues, and returns the progress that the last round stored; None at the start.
@@ -104,16 +106,10 @@ class ResumableFile:
 
     def finish(self) -> None:
         """Gives the file its name, and removes the folder."""
-        self._refuse_existing()  # another process may have written it meanwhile
+        self._check()  # another process may have written it meanwhile
         with self._writing():
-            self._content.replace(self.path)
+            self._content.replace(os.path.realpath(self.path))
             shutil.rmtree(self.folder)
-
-    def _refuse_existing(self) -> None:
-        if os.path.lexists(self.path):
-            raise UserError(
-                f"{self.path}: expected a new file, but it exists; remove it or choose another name"
-            )
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from titan_tree.models.hf.snapshot_files import fingerprint
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.run.build import build_reader, build_tokenizer
 from titan_tree.run.checkpoint import FolderLock
-from titan_tree.run.config import Config
+from titan_tree.run.config import Config, paths_read
 from titan_tree.run.model_setup import build_parallel_model
 from titan_tree.run.rank_facts import check_ranks
 from titan_tree.scoring.resumable_file import ResumableFile
@@ -71,6 +71,8 @@ def score_files(
     entropies: bool = False,
     routed_experts: bool = False,
     open_file: OpenFile = open_binary,
+    inputs: Sequence[str] = (),
+    force: bool = False,
 ) -> ScoreTotals:
     """Scores all paths of ``config.data.files`` and writes them to ``out``, one record of token ids each.
 
@@ -82,11 +84,13 @@ def score_files(
     Args:
         config: a configuration of training. The tables [model], [lora], [data], [partition], [parallel] and
             [training] (dtype, seed) are read. ``data.global_batch_groups`` groups are scored at a time.
-        out: a JSON Lines file to write; it must not exist.
+        out: a JSON Lines file to write.
         field: "old_logprobs" or "ref_logprobs": the field of the log-probs.
         entropies: also write ``entropies``, which training ignores.
         routed_experts: also write ``routed_experts``, of a model with experts.
         open_file: opens the data files; a progress bar wraps them here.
+        inputs: what is read besides what ``config`` names, see ``check_output``.
+        force: replace ``out`` if it exists.
 
     Raises:
         UserError: ``out`` exists, data are malformed or have the field already, or an interrupted call had
@@ -101,7 +105,10 @@ def score_files(
     try:
         with failures_named(lambda: "scoring", lambda: "run the same command again to continue"):
             check_ranks(config)
-            run = _ScoreRun(config, Path(out), field, entropies, routed_experts, all_ranks(device), open_file)
+            output = call_on_all_ranks(
+                lambda: ResumableFile(Path(out), [*inputs, *paths_read(config)], force)
+            )
+            run = _ScoreRun(config, output, field, entropies, routed_experts, all_ranks(device), open_file)
             return run()
     finally:
         if not is_member:
@@ -114,7 +121,7 @@ class _ScoreRun:
     def __init__(
         self,
         config: Config,
-        out: Path,
+        output: ResumableFile,
         field: str,
         entropies: bool,
         routed_experts: bool,
@@ -126,7 +133,7 @@ class _ScoreRun:
         self.config, self.field = config, field
         self.sharing = config.parallel.sequence_parallel  # ranks that score the same trees
         self.entropies, self.routed_experts, self.open_file = entropies, routed_experts, open_file
-        self.output = call_on_all_ranks(lambda: ResumableFile(out))
+        self.output = output
         self.lock = FolderLock(self.output.folder)
         self.model: TreeModel = build_parallel_model(
             config.model, config.training, config.parallel, mesh, config.lora

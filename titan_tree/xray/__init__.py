@@ -2,6 +2,7 @@
 
 sources.py    files, folders and sessions -> groups of records
 rendering.py  a group -> paths, and the kind of message that each token belongs to
+secrets.py    hides what looks like keys and passwords
 segments.py   a token tree -> segments, the columns of the page
 credit.py     the advantages of a tree's answers under every estimator
 payload.py    all trees -> the payload, a JSON object

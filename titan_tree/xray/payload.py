@@ -31,6 +31,7 @@ from titan_tree.tree.token_tree import TokenTree
 from titan_tree.xray.credit import answer_advantages, estimators
 from titan_tree.xray.rendering import KINDS, KindFinder, RenderedPath, Renderer
 from titan_tree.xray.runs import Curves
+from titan_tree.xray.secrets import CONTEXT, Secrets
 from titan_tree.xray.segments import Segments, find_reasons, find_segments, logprobs, texts
 from titan_tree.xray.sentences import ratio, sentences
 from titan_tree.xray.sources import ENDINGS, PACKED, Sources
@@ -71,6 +72,7 @@ class Xray:
         max_tokens: sizes of partitions to draw.
         ranks: numbers of ranks to distribute the trees over.
         curves: the curves of the run whose data the sources are; None: they are no run's.
+        has_secrets: whether texts keep what looks like keys and passwords.
     """
 
     def __init__(
@@ -82,10 +84,12 @@ class Xray:
         max_tokens: Sequence[int] = (),
         ranks: Sequence[int] = (),
         curves: Curves | None = None,
+        has_secrets: bool = False,
     ) -> None:
         self._sources, self._renderer, self._name = sources, renderer, name
         self._has_text, self._max_tokens, self._ranks = has_text, max_tokens, ranks
         self._curves = curves
+        self._secrets = Secrets(not has_secrets)
         self._shown: list[dict[str, Any]] = []  # samples of a run
         self._kinds = KindFinder(renderer.tokenizer)
         self._ungrouped = UngroupedLines()
@@ -130,7 +134,7 @@ class Xray:
         reasons = [(name, reason.points, reason.tokens) for name, reason in by_points]
         unit = "byte" if self._renderer.has_bytes else "token"
         repeats = self._repeats.tolist()
-        return {
+        payload = {
             "version": VERSION,
             "name": self._name,
             "tokenizer": "bytes" if self._renderer.has_bytes else "tokens",
@@ -145,6 +149,11 @@ class Xray:
             "trees": self._trees,
             **({} if self._curves is None else {"run": {"curves": self._curves, "samples": self._shown}}),
         }
+        payload = self._secrets.payload(payload)
+        if hidden := self._secrets.hidden:
+            what = f"Hidden in texts: {count(hidden, 'part')} that may be a key or a password."
+            payload["notes"].insert(0, f"{what} Others may be left; --show-secrets shows all.")
+        return payload
 
     def _add(self, group: Group) -> None:
         """Adds the tree of a group."""
@@ -179,12 +188,12 @@ class Xray:
         self._totals.update(sizes | counts)
         self._repeats += segments.repeated()
         scored = logprobs(tree, segments)
-        samples = list(_samples(segments, rendered))
+        samples = list(_samples(segments, rendered, self._has_text))
         if self._curves is not None and self._has_text:
             self._show(rendered)
         self._trees.append(
             {
-                "id": group.id,
+                "id": group.id if self._has_text else f"tree {len(self._trees) + 1}",
                 **sizes,
                 "parent": segments.parent.tolist(),
                 "tokens": segments.tokens.tolist(),
@@ -192,7 +201,7 @@ class Xray:
                 "calls": segments.calls.tolist(),
                 "trained": segments.trained.astype(int).tolist(),
                 "kind": segments.kind.tolist(),
-                "text": texts(tree, segments, decode) if self._has_text else None,
+                "text": texts(tree, segments, decode, self._secrets) if self._has_text else None,
                 "reason": [
                     self._reasons[of_segment[i]].number if i in of_segment else -1
                     for i in range(len(segments.first))
@@ -246,10 +255,11 @@ class Xray:
         path = rendered[0].path
         is_trained = path.loss_mask > 0
         cuts = [0, *(np.flatnonzero(np.diff(is_trained)) + 1).tolist(), len(path)]
-        excerpts = [
-            (self._renderer.decode(path.tokens[start : min(end, start + EXCERPT)]), int(is_trained[start]))
-            for start, end in islice(pairwise(cuts), MOST_EXCERPTS)
-        ]
+        decode, excerpts = self._renderer.decode, []
+        for start, end in islice(pairwise(cuts), MOST_EXCERPTS):
+            before = decode(path.tokens[max(start - CONTEXT, 0) : start])
+            text = decode(path.tokens[start : min(end, start + EXCERPT)])
+            excerpts.append((self._secrets.text(text, before), int(is_trained[start])))
         self._shown.append({"title": path.id, "excerpts": excerpts})
 
     def _notes(self) -> list[str]:
@@ -307,7 +317,9 @@ def _trains_first(record: Record) -> bool:
     return bool(answers) and answers[0].get("weight") != 0
 
 
-def _samples(segments: Segments, rendered: Sequence[RenderedPath]) -> Iterator[dict[str, Any]]:
+def _samples(
+    segments: Segments, rendered: Sequence[RenderedPath], has_text: bool
+) -> Iterator[dict[str, Any]]:
     """Yields what is known of each path. Paths of one rollout have the same number."""
     rollouts: dict[object, int] = {}
     for number, (path, _, trajectory) in enumerate(rendered):
@@ -320,7 +332,7 @@ def _samples(segments: Segments, rendered: Sequence[RenderedPath]) -> Iterator[d
                 round(float(path.advantage[start:end].mean()), 6) for start, end in runs(path.loss_mask)
             ]
         yield {
-            "id": path.id,
+            "id": path.id if has_text else f"sample {number + 1}",
             "segment": int(segments.last[number]),
             "turns": segments.turns[number],
             "rollout": rollouts.setdefault(owner, len(rollouts)),

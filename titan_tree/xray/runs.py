@@ -50,13 +50,17 @@ def _curves(file: str) -> Curves:
     if not os.path.lexists(file):
         return {}
     columns: Curves = {}
-    with open(file, newline="", encoding="utf-8", opener=regular) as lines:
-        for number, row in enumerate(csv.DictReader(lines), start=2):
+    with open(file, newline="", encoding="utf-8", errors="replace", opener=regular) as lines:
+        reader = csv.DictReader(lines)
+        while True:
             try:
+                if (row := next(reader, None)) is None:
+                    break
                 step = int(row["step"])
                 values = {name: float(text) for name, text in row.items() if name != "step" and text}
-            except (KeyError, TypeError, ValueError):
-                raise UserError(f"{file}:{number}: expected a step and numbers; repair the line") from None
+            except (KeyError, TypeError, ValueError, csv.Error):
+                place = f"{file}:{reader.line_num}"
+                raise UserError(f"{place}: expected a step and numbers; repair the line") from None
             for name, value in values.items():
                 if math.isfinite(value):
                     steps, kept = columns.setdefault(name, ([], []))

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from titan_tree.data.divergence import ENDS, OTHER_TEXT, OTHER_TOKENS, branch_points
+from titan_tree.data.divergence import ENDS, OTHER_TEXT, OTHER_TOKENS, RETOKENIZED, branch_points
 from titan_tree.data.turns import runs
 from titan_tree.tree.paths import LOGPROBS
 from titan_tree.tree.token_tree import TokenTree
 from titan_tree.xray.rendering import KINDS
+from titan_tree.xray.secrets import CONTEXT, Secrets
 
 Decode = Callable[[Iterable[int]], str]
 TEXT = 300  # characters of a segment that are kept, at most
@@ -131,7 +132,8 @@ def find_reasons(
                 continue
             segment = segment_of_first[int(tree.node_offsets[child.node])]
             reason = child.reason
-            if reason in (OTHER_TEXT, OTHER_TOKENS):
+            # Bytes differ in a part of a character, which has no text.
+            if reason in (OTHER_TEXT, OTHER_TOKENS) or (header and reason == RETOKENIZED):
                 reason = ANEW if point.depth <= header else DIFFERS[KINDS[segments.kind[segment]]]
             of_segment[segment] = reason
             reasons.add(reason)
@@ -142,12 +144,20 @@ def find_reasons(
     return of_segment, points, total
 
 
-def texts(tree: TokenTree, segments: Segments, decode: Decode) -> list[str]:
-    """Returns how the text of each segment begins."""
-    return [
-        decode(tree.tokens[start : start + min(length, TEXT)])[:TEXT]
-        for start, length in zip(segments.first.tolist(), segments.tokens.tolist(), strict=True)
-    ]
+def texts(tree: TokenTree, segments: Segments, decode: Decode, secrets: Secrets) -> list[str]:
+    """Returns how the text of each segment begins, without secrets."""
+    shown = []
+    for number, (start, length) in enumerate(
+        zip(segments.first.tolist(), segments.tokens.tolist(), strict=True)
+    ):
+        above, before = int(segments.parent[number]), ""
+        while secrets.is_on and above >= 0 and len(before) < CONTEXT:
+            end = int(segments.first[above] + segments.tokens[above])
+            before = decode(tree.tokens[max(int(segments.first[above]), end - CONTEXT) : end]) + before
+            above = int(segments.parent[above])
+        text = decode(tree.tokens[start : start + min(length, TEXT + CONTEXT)])
+        shown.append(secrets.text(text, before)[:TEXT])
+    return shown
 
 
 def logprobs(tree: TokenTree, segments: Segments) -> tuple[list[float | None], float] | None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,6 +144,16 @@ def test_the_process_ignores_signals_that_end_a_run_and_starts_again_after_other
     child.wait()
     assert text() == "a"
     assert process._process is not child
+
+
+def test_the_process_inherits_no_secret(process: TemplateProcess, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("TZ", "UTC")
+    process.request("describe", "a")
+    assert process._process is not None
+    variables = Path(f"/proc/{process._process.pid}/environ").read_bytes()
+    assert b"TZ=UTC" in variables
+    assert b"secret" not in variables
 
 
 def test_an_interrupted_request_leaves_no_answer_behind(process: TemplateProcess):

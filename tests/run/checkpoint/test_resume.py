@@ -370,7 +370,10 @@ def test_a_failed_write_does_not_promise_deleted_checkpoints(
 def test_a_disk_that_is_full_at_the_start_is_reported(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, checkpoint__interval=2)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for bytes_written, file in ((0, "run.lock: cannot be written"), (100, "run: the configuration")):
+    for bytes_written, file in (
+        (0, "run.lock: cannot be written"),
+        (100, "config.toml: cannot be written: File too large"),
+    ):
         resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_written, limit[1]))
         try:
             with pytest.raises(UserError, match=file):

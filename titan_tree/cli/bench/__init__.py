@@ -21,9 +21,12 @@ from pathlib import Path
 from types import ModuleType
 
 from titan_tree.cli import Help, Parser
+from titan_tree.cli.data_arguments import add_force_argument
+from titan_tree.config.files import check_output, new_output
 from titan_tree.errors import UserError
 
 BENCHES = {"real": "a configuration trained twice, on trees and on rows without trees: losses and speed"}
+DRAWN = "titan-tree bench"  # in the metadata of every picture
 PICTURES = (".png", ".pdf", ".svg")  # endings of files that matplotlib draws
 
 
@@ -67,6 +70,9 @@ def measure(bench: ModuleType, program: str, arguments: Sequence[str]) -> int:
         devices = {str(row["device"]) for row in rows} or {record.device_name(device)}
         record.check_comparable(options.against, before, devices, bench.KEYS, bench.RATIOS)
     packages = getattr(bench, "PACKAGES", ())
+    picture = options.picture or (options.rows or options.csv).with_suffix(".png")
+    if hasattr(bench, "draw"):
+        check_output(picture, DRAWN, force=options.force)  # measuring takes minutes
     if not rows:
         if options.csv.exists():
             record.read_csv(options.csv)  # now, because rows that cannot be appended would be lost
@@ -84,7 +90,7 @@ def measure(bench: ModuleType, program: str, arguments: Sequence[str]) -> int:
     if options.quick:
         print("--quick shows that the benchmark runs; its sizes are too small for speeds to mean anything")
     if hasattr(bench, "draw"):
-        draw(bench, rows, options.picture or (options.rows or options.csv).with_suffix(".png"))
+        draw(bench, rows, picture, options.force)
     if not before:
         return 0
     compared, fallen = record.slower(rows, before, bench.KEYS, bench.RATIOS)
@@ -105,6 +111,7 @@ def parse(bench: ModuleType, program: str, arguments: Sequence[str]) -> argparse
     add("--quick", action="store_true", help="small sizes, for a CPU: shows that it runs")
     add("--csv", type=Path, default=csv, metavar="FILE", help="append rows to it (default: %(default)s)")
     add("--against", type=Path, metavar="FILE", help="fail if a ratio fell by more than 3 %% since then")
+    add_force_argument(parser)
     add("--rows", type=Path, metavar="FILE", help="measure nothing, read the rows of this CSV file")
     add("--picture", type=Path, metavar="FILE", help="where the picture goes (default: beside the CSV file)")
     # The arguments that a measurement needs are not needed to read its rows.
@@ -131,7 +138,7 @@ def _check_number(option: str, number: float, may_be_zero: bool) -> None:
     raise UserError(f"--{option.replace('_', '-')}: expected {least}, got {number}")
 
 
-def draw(bench: ModuleType, rows: Sequence[dict[str, object]], path: Path) -> None:
+def draw(bench: ModuleType, rows: Sequence[dict[str, object]], path: Path, force: bool = False) -> None:
     """Draws the picture of a benchmark, if matplotlib is installed."""
     try:
         import matplotlib
@@ -143,6 +150,8 @@ def draw(bench: ModuleType, rows: Sequence[dict[str, object]], path: Path) -> No
         return
     figure = Figure(layout="constrained")
     bench.draw([{name: str(value) for name, value in row.items()} for row in rows], figure)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    kind = path.suffix.removeprefix(".")
+    maker = {"Software" if kind == "png" else "Creator": DRAWN}
+    with new_output(path, DRAWN, force=force) as part:
+        figure.savefig(part, dpi=150, format=kind, metadata=maker)
     print(f"picture: {path}")

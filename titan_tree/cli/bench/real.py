@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titan_tree.cli import Finished
 from titan_tree.cli.bench.record import Row
 from titan_tree.data.packing import BASELINES
 from titan_tree.errors import UserError
@@ -92,7 +93,7 @@ def train(layout: str, args: argparse.Namespace, *overrides: str) -> Metrics:
         *("metrics.loggers=[console,csv]", "metrics.log_interval=1"),
     ]
     if status := subprocess.run(command, check=False).returncode:
-        sys.exit(status)
+        raise Finished(status)
     return read_metrics(folder / "metrics.csv")
 
 

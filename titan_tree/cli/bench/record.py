@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.metadata
+import io
 import subprocess
 import time
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 import triton
 
+from titan_tree.config.files import regular, write_output
 from titan_tree.errors import UserError
 
 Row = dict[str, object]  # one row of a table and of a CSV file
@@ -102,8 +104,11 @@ def _cell(value: object) -> str:
 def read_csv(path: Path) -> list[Row]:
     """Returns the rows of a CSV file. Raises UserError if it is something else."""
     try:
-        with path.open(newline="") as file:
-            return [dict(row) for row in csv.DictReader(file)]
+        with open(path, newline="", opener=regular) as file:
+            reader = csv.DictReader(file)
+            if "bench" not in (reader.fieldnames or ["bench"]):
+                raise UserError(f"{path}: expected a CSV file of a benchmark, which has a column bench")
+            return [dict(row) for row in reader]
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: expected a CSV file of a benchmark, but {error}") from None
 
@@ -127,13 +132,13 @@ def read_rows(path: Path, program: str) -> list[Row]:
 
 def append_csv(path: Path, rows: Sequence[Row]) -> None:
     """Appends rows to a CSV file and adds missing columns to it. Creates missing folders."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     old = read_csv(path) if path.exists() else []
     columns = list(dict.fromkeys(name for row in (*old, *rows) for name in row))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows([*old, *rows])
+    file = io.StringIO()
+    writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows([*old, *rows])
+    write_output(path, file.getvalue(), "bench")
 
 
 # The guard against slowness.

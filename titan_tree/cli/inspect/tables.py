@@ -91,6 +91,12 @@ def _problems(args: argparse.Namespace, config: DataConfig) -> tuple[list[UserEr
             return [], 0
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leaves a closed pipe to ``cli.call``; rich would end the process."""
+        raise
+
+
 def _show(args: argparse.Namespace, config: DataConfig, costs: ModelCosts | None) -> None:
     """Prints what the arguments ask for. Raises UserError for malformed input."""
     tokenizer = _load_tokenizer(args, config)
@@ -98,7 +104,7 @@ def _show(args: argparse.Namespace, config: DataConfig, costs: ModelCosts | None
     vocab_size = tokenizer.vocab_size if tokenizer is not None and decodes else None
     reader = SampleReader(config, tokenizer, ModelLimits(vocab_size=vocab_size))
     # Console() has the width of the terminal, or of the variable COLUMNS.
-    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else FILE_WIDTH)
+    console = _Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else FILE_WIDTH)
     if args.show is not None:
         _print_sample(console, args, reader, tokenizer)
     elif args.report is not None:

@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from textwrap import fill
 from typing import Any
 
+from titan_tree.cli.data_arguments import add_plugins_argument
 from titan_tree.errors import UserError, warnings_hidden
 
 
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu", default="h200", metavar="NAME", help="h200, h100, or the GPU's memory in GiB")
     add("--groups", metavar="N", help="groups to sample from the data (default: data.global_batch_groups)")
     add("--json", action="store_true", help="print the numbers as JSON")
+    add_plugins_argument(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -43,13 +45,14 @@ def run(args: argparse.Namespace) -> None:
 
     from titan_tree.cli.plan.estimate import estimate
     from titan_tree.config.toml import COMMANDS, load_tables
-    from titan_tree.run.config import Config
+    from titan_tree.run.config import Config, stored_code_refused
 
     gpus = max(1, torch.cuda.device_count()) if args.gpus is None else _positive("--gpus", args.gpus)
     groups = None if args.groups is None else _positive("--groups", args.groups)
-    config = load_tables(Config, args.config, args.overrides, skip=COMMANDS)
-    with warnings_hidden():  # training shows those that matter
-        plan = estimate(config, gpus, args.gpu, groups)
+    with stored_code_refused(args.config, args.plugins):
+        config = load_tables(Config, args.config, args.overrides, skip=COMMANDS)
+        with warnings_hidden():  # training shows those that matter
+            plan = estimate(config, gpus, args.gpu, groups)
     print(json.dumps(plan)) if args.json else _print(plan)
 
 

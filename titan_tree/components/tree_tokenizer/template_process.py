@@ -14,12 +14,14 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titan_tree.signals import SIGNALS
+from titan_tree.signals import SIGNALS, open_standard_streams
 
 MAX_SECONDS = 60.0  # CPU time of all texts of one conversation
 MAX_MEMORY = 2 << 30  # bytes of address space
 MAX_ANSWER = 1 << 28  # bytes of all texts of one conversation, without what each repeats of the one before
 OUT_OF_MEMORY = 3  # the exit status in sandbox.py
+# All that the process inherits of the environment: where Python finds its packages, and the time zone.
+VARIABLES = ("HOME", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "PYTHONUSERBASE", "TZ")
 
 
 class Answer(NamedTuple):
@@ -87,6 +89,7 @@ class TemplateProcess:
 
     def _start(self) -> None:
         self.stop()
+        open_standard_streams()  # whose numbers the pipes below must not get
         program = Path(__file__).with_name("sandbox.py")
         end, own = os.pipe()
         self._alive = FileIO(own, "w")
@@ -97,6 +100,7 @@ class TemplateProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=[end],
+                env={name: os.environ[name] for name in VARIABLES if name in os.environ},
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)

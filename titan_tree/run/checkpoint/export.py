@@ -17,6 +17,7 @@ from titan_tree.components.lora import is_factor
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.components.tree_tokenizer.hf_files import write_byte_tokenizer
 from titan_tree.distributed.collectives import rank, world_size
+from titan_tree.errors import UserError
 from titan_tree.models.lora.peft import save_adapter
 from titan_tree.models.pretrained import save_pretrained
 from titan_tree.models.tree_model import TreeModel
@@ -118,8 +119,14 @@ def _replaced(folder: Path, run: str, kind: str) -> Iterator[Path]:
     """Yields the path of a folder to write, which is then renamed to ``folder``. An earlier one is kept."""
     unfinished = folder.with_name(f"{folder.name}.{run}.partial")
     shutil.rmtree(unfinished, ignore_errors=True)  # an earlier start was interrupted
-    yield unfinished
-    if earlier := set_aside(folder, "earlier"):
-        logger.info("earlier %s: moved to %s", kind, earlier)
-    unfinished.rename(folder)
+    try:
+        yield unfinished
+        if earlier := set_aside(folder, "earlier"):
+            logger.info("earlier %s: moved to %s", kind, earlier)
+        unfinished.rename(folder)
+    except OSError as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise UserError(
+            f"{folder}: cannot be written: {error}; free some space, or choose another folder"
+        ) from None
     logger.info("%s: %s", kind, folder)

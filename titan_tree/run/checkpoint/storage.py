@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from titan_tree.config.files import regular
+from titan_tree.distributed.launch import ranks_of_machine
 from titan_tree.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class FileSum:
 
 def _num_threads() -> int:
     """Returns this rank's part of the cores."""
-    return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, (os.cpu_count() or 1) // ranks_of_machine())
 
 
 class CheckpointWriter(FileSystemWriter):

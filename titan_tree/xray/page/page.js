@@ -24,6 +24,7 @@ import { curve, drawPlots } from "./plots.js";
 import { Tree } from "./tree.js";
 
 const MOST_ROWS = 200; // rows of a list that are shown at once
+const MAIN_CURVES = ["loss", "validation_nll", "reward", "grad_norm", "lr"]; // others are folded
 const isDark = matchMedia("(prefers-color-scheme: dark)");
 const icicle = new Icicle(find("tree"), showTip, showPanel);
 const state = {
@@ -296,7 +297,7 @@ function showPanel(i) {
 
 function showSegment(i) {
   const path = current.pathTo(i);
-  const steps = path.map((k) => {
+  const steps = path.slice(-MOST_ROWS).map((k) => {
     const parts = [chip(kindColour(kindOf(k))), make("span", lineOf(k))];
     return make(`li${k === i ? ".chosen" : ""}`, { onclick: () => icicle.jump(k) }, parts);
   });
@@ -319,6 +320,7 @@ function showSegment(i) {
     make("pre", textOf(i)),
     ...comparison(i),
     make("h3", `Path from the root, ${plural(path.length, "segment")}`),
+    ...moreThan(path),
     make("ol.path", steps),
     make("h3", `${plural(through.length, "sample")} through it`),
     make("table", make("thead", make("tr", heads)), make("tbody", samples)),
@@ -413,9 +415,16 @@ function fillCancellations() {
 
 function fillRun() {
   if (!run) return;
-  find("run").hidden = false;
-  const curves = Object.entries(run.curves).map(([name, series]) => curve(name, series));
-  find("curves").append(...(curves.length ? curves : [make("p.faint", "none yet: no value differs between steps")]));
+  find("run").hidden = find("trained").hidden = false;
+  const others = Object.keys(run.curves).filter((name) => !MAIN_CURVES.includes(name));
+  const draw = (names) => names.map((name) => curve(name, run.curves[name]));
+  find("curves").append(...draw(MAIN_CURVES.filter((name) => name in run.curves)));
+  const more = find("more-curves");
+  more.hidden = !others.length;
+  more.querySelector("summary").textContent = `${count(others.length)} more`;
+  more.querySelector("div").append(...draw(others));
+  more.ontoggle = drawPlots; // a folded plot has no width
+  if (!Object.keys(run.curves).length) find("curves").append(make("p.faint", "none yet: no value differs between steps"));
   fillSamples();
 }
 

@@ -1,0 +1,90 @@
+"""Secrets: what looks like a key or a password is hidden, also where a segment cuts it. Other text stays."""
+
+import json
+
+from tests.support.cases import for_each
+from titan_tree.cli import main
+from titan_tree.xray.secrets import Secrets
+
+KEY = "sk-ant-api03-" + "A1b2C3d4" * 4
+FOUND = {
+    f"export KEY={KEY}": "export KEY=***",
+    "https://ada:pa55w0rd77@example.com/x": "https://***@example.com/x",
+    "redis://:pa55@h:1": "redis://***@h:1",
+    "ghp_abcdefghij0123456789": "***",
+    "github_pat_abcdefghij0123456789": "***",
+    "glpat-abcdefghij0123456789": "***",
+    "hf_abcdefghijklmnopqrst": "***",
+    "AKIAIOSFODNN7EXAMPLE": "***",
+    "AWS_SECRET_ACCESS_KEY=wJalrXUtnFEMI/K7MDENG": "AWS_SECRET_ACCESS_KEY=***",
+    "aws_secret_access_key = wJalrXUtnFEMI/K7MDENG": "aws_secret_access_key = ***",
+    "Authorization: Bearer abc.def-ghi_jkl": "Authorization: Bearer ***",
+    "Authorization: Basic YWRhOnBhc3M=": "Authorization: Basic ***",
+    "X-Api-Key: abcdef123456": "X-Api-Key: ***",
+    "?access_token=abcdef12345&x=1": "?access_token=***&x=1",
+    "DB_PASSWORD=hunter": "DB_PASSWORD=***",
+    "password: hunter22": "password: ***",
+    "password = 'a b c d'": "password = '***'",
+    '{\\"password\\": \\"hunter\\"}': '{\\"password\\": \\"***\\"}',
+    "eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM.abc-def": "***",
+    "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY----- end": "*** end",
+    "-----BEGIN PRIVATE KEY-----\nMII": "***",
+}
+PLAIN = (
+    *("MAX_TOKENS=4096", "token = tokenizer.next()", "max_tokens: 100000", "git+ssh://git@github.com/a/b"),
+    *(
+        "the password is wrong",
+        "http://localhost:8000/x",
+        "password: string",
+        "PASSWORD=$SECRET",
+        "PWD=/home/a",
+    ),
+    *(
+        "secret: <your key>",
+        '{"token": " the", "logprob": -0.25}',
+        "next_token: the 12 items",
+        "password=***",
+    ),
+)
+
+
+@for_each(("text", "shown"), FOUND.items())
+def test_a_secret_is_hidden_and_counted(text: str, shown: str) -> None:
+    secrets = Secrets(True)
+    assert secrets.text(f"a {text}") == f"a {shown}"
+    assert secrets.hidden == 1
+    assert Secrets(False).text(text) == text
+
+
+@for_each("text", PLAIN)
+def test_other_text_stays(text: str) -> None:
+    secrets = Secrets(True)
+    assert (secrets.text(text), secrets.hidden) == (text, 0)
+
+
+def test_no_secret_is_in_a_payload(tmp_path, capsys) -> None:
+    """Two samples diverge inside of their keys, of which a segment holds the end."""
+    answer = {"role": "assistant", "content": f"{'long ' * 57}https://ada:pa55w0rd77@example.com/{'x' * 400}"}
+    rows = [
+        {
+            "group_id": "g",
+            "id": f"PASSWORD=hunter{number}",
+            "messages": [{"role": "user", "content": f"{KEY}{number}{'z' * 20} ok"}, answer],
+        }
+        for number in range(2)
+    ]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["xray", str(tmp_path / "d.jsonl"), "--json"]) == 0
+    printed = capsys.readouterr().out
+    for part in (KEY, "zzz", "pa55", "hunter"):
+        assert part not in printed
+    note = json.loads(printed)["notes"][0]
+    assert note.startswith("Hidden in texts: ")
+    assert note.endswith(" Others may be left; --show-secrets shows all.")
+    assert main(["xray", str(tmp_path / "d.jsonl"), "--json", "--show-secrets"]) == 0
+    printed = capsys.readouterr().out
+    assert all(part in printed for part in (KEY, "hunter0"))
+    assert "Hidden" not in printed
+    assert main(["xray", str(tmp_path / "d.jsonl"), "--json", "--no-text"]) == 0
+    printed = capsys.readouterr().out
+    assert not any(part in printed for part in ("hunter", '"g"', "PASSWORD"))
