@@ -152,7 +152,7 @@ class SampleReader:
         ):
             raise UserError(
                 f"{store.file}: made without the advantages of data.advantage = {config.advantage!r} and its "
-                f"options; ingest the sources again with --advantage {config.advantage}, or set 'given' to "
+                f"options; ingest the sources again with data.advantage={config.advantage}, or set 'given' to "
                 "use those that the store holds"
             )
         if self.tokenizer is not None and header["tokenizer"] not in (None, self.tokenizer.fingerprint()):

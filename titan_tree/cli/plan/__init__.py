@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from textwrap import fill
 from typing import Any
 
+from titan_tree.cli.data_arguments import add_overrides
 from titan_tree.errors import UserError, warnings_hidden
 
 
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command line of ``titan-tree plan``."""
     add = parser.add_argument
     add("config", metavar="CONFIG.toml", help="the configuration of the run")
-    add("overrides", nargs="*", default=[], metavar="key=value", help="override a key of the configuration")
+    add_overrides(parser)
     add("--gpus", metavar="N", help="number of GPUs (default: those of this machine, or 1)")
     add("--gpu", default="h200", metavar="NAME", help="h200, h100, or the GPU's memory in GiB")
     add("--groups", metavar="N", help="groups to sample from the data (default: data.global_batch_groups)")
