@@ -116,7 +116,6 @@ def test_a_dumped_configuration_loads_as_the_same_configuration(
         ("[training]\nsteps = 1.5", ["x.toml", "training.steps", "1.5"]),
         ('[training]\ndtype = "fp8"', ["x.toml", "training.dtype", "bfloat16", "fp8"]),
         ("[training]\nsteps = 0", ["x.toml", "training.steps", "at least 1", "0"]),
-        ("[training]\nsteps = 5\n[lr_scheduler]\nwarmup_steps = 6", ["lr_scheduler.warmup_steps", "5", "6"]),
         ("[lr_scheduler]\nmin_lr_factor = 1.1", ["lr_scheduler.min_lr_factor", "from 0 to 1", "1.1"]),
         ("[checkpoint]\nkeep = 1", ["checkpoint.keep", "at least 2"]),
         ("[partition]\ndevice_gb = -1", ["partition.device_gb", "at least 0"]),
@@ -198,7 +197,25 @@ def test_names_come_from_the_registries(file: Path, argument: str, names: str) -
     accepted, _, got = rest.partition(", got ")
     assert start.startswith(f"argument '{argument}': {key}: expected")
     assert set(names.split()) <= set(accepted.split(", "))
-    assert got.replace("'", "") == value
+    assert got.partition("; did you mean")[0].replace("'", "") == value
+
+
+@for_each(
+    ("argument", "name"),
+    [
+        ("loss.name=SFT", "sft"),
+        ("data.advantage=gruop", "group"),
+        ("data.format=openai-chat", "openai_chat"),
+        ("training.dtype=bf16", "bfloat16"),
+        ("metrics.loggers=[csv, consol]", "console"),
+        ("lr_scheduler.decay_type=cosin", "cosine"),
+        ("loss.reduction=tokens_mean", "token_mean"),
+    ],
+)
+def test_the_name_that_was_probably_meant_is_suggested(file: Path, argument: str, name: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_config(file, [argument])
+    assert str(error.value).endswith(f"; did you mean {name!r}?")
 
 
 def test_a_name_registered_later_is_accepted(file: Path) -> None:
