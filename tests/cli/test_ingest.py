@@ -69,7 +69,12 @@ def test_inspect_reads_a_store_as_its_files(folder: Path, capsys: pytest.Capture
     options = ["--tokenizer", "byte"]
     results = []
     for file, more in (("shop.jsonl", ["data.sample.keep_reasoning=false"]), ("shop.store", [])):
-        for output in (["--json"], ["--show", "shop-3/trial1/2"], ["--report", "shop-3"], ["data.merge=batch"]):
+        for output in (
+            ["--json"],
+            ["--show", "shop-3/trial1/2"],
+            ["--report", "shop-3"],
+            ["data.merge=batch"],
+        ):
             assert main(["inspect", str(folder / file), *options, *output, *more]) == 0
             results.append(re.sub(r", advantage [-.\d]+", "", capsys.readouterr().out))
     assert results[:4] == results[4:]

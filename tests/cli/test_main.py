@@ -162,11 +162,17 @@ def test_a_file_whose_name_looks_like_a_key_is_a_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("inspect demo data.files=x", "data.files: set twice, by an argument of its own and as 'data.files=x'"),
+        (
+            "inspect demo data.files=x",
+            "data.files: set twice, by an argument of its own and as",
+        ),
         ("inspect demo --format tree data.format=tree", "data.format: set twice"),
         ("score demo o --model m model.hf_path=n", "model.hf_path: set twice"),
         ("inspect demo model.name=qwen3", "unknown key 'model'; the tables are data"),
-        ("inspect demo ignore_fields=[ts]", "unknown key 'ignore_fields'; did you mean 'data.ignore_fields'?"),
+        (
+            "inspect demo ignore_fields=[ts]",
+            "'ignore_fields'; did you mean 'data.ignore_fields'?",
+        ),
     ],
 )
 def test_wrong_keys_of_commands_that_read_data(words, says, capsys):

@@ -78,7 +78,7 @@ EXPECTED = {
 
 
 class _Values(yaml.SafeLoader):
-    """Reads the values of arguments: YAML in which 1e-4 is a number, and * in [*] and *.jsonl is plain text."""
+    """Reads the values of arguments: YAML in which 1e-4 is a number, and [*] and *.jsonl are plain text."""
 
     fetch_alias = fetch_anchor = yaml.SafeLoader.fetch_plain
     yaml_implicit_resolvers: ClassVar = {
@@ -151,9 +151,11 @@ def _toml_key(key: str) -> str:
 
 
 def toml_value(value: object) -> str:
-    """Returns a list, string, number or boolean as TOML."""
+    """Returns a list, table, string, number or boolean as TOML on one line."""
     if isinstance(value, list):
         return "[" + ", ".join(map(toml_value, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml_key(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # TOML writes inf and nan like Python
     return json.dumps(value)  # TOML writes strings, numbers and booleans like JSON
