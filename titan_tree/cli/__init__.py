@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from importlib import import_module
 from itertools import pairwise
+from textwrap import fill
 from typing import NoReturn
 
 from titan_tree.cli.data_arguments import is_override
@@ -65,7 +66,16 @@ class Parser(argparse.ArgumentParser):
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Shows the default of every option that has one."""
+    """Shows the default of every option that has one, and fits sentences to the width of the terminal."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        # Blocks with commands or columns keep their lines.
+        blocks = text.strip("\n").split("\n\n")
+        filled = [
+            block if re.search(r"\S  |^ *(titan-tree|echo|torchrun) ", block, re.M) else fill(block, width)
+            for block in blocks
+        ]
+        return indent + "\n\n".join(filled)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         has_default = action.default not in (None, [], argparse.SUPPRESS) and action.default is not False
