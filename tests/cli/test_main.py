@@ -119,7 +119,8 @@ def test_print_completion_covers_every_command(shell, capsys):
         ("score demo out --set loss.name=dpo", "; write key=value without it;"),
         ("train demo --lr 1e-3", "; write optimizer.lr=VALUE or warm_start.lr=VALUE;"),
         ("train demo --training.steps 3", "; write training.steps=VALUE;"),
-        ("train demo --stepz 3", "; keys of a configuration are set as key=value;"),
+        ("inspect demo --limt 3", "; did you mean '--limit'?;"),
+        ("export a b --adaptor", "; did you mean '--adapter'?;"),
     ],
 )
 def test_an_option_that_is_a_key_is_refused_with_the_name_of_the_key(words, says, capsys):

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from titan_tree.cli import main
-from titan_tree.cli.plan import device_memory, layer_trace
+from titan_tree.cli.plan import layer_trace
+from titan_tree.cli.plan.device import device_memory
 from titan_tree.cli.plan.estimate import build_planned_model, estimate, planned_steps
 from titan_tree.cli.plan.layer_trace import Kept, LayerTrace
 from titan_tree.cli.plan.memory import MemoryPlan
@@ -146,7 +147,7 @@ def test_samples_that_share_nothing_are_noted(capsys, tmp_path):
 
 
 def test_tokens_are_means_over_steps():
-    config = load_config(DEMO, ["data.shuffle_buffer=0"])
+    config = load_config(DEMO, ["data.shuffle_buffer=0", "data.global_batch_groups=2"])
     model = build_planned_model(config, 1)
     reader = build.build_reader(config.data, build.build_tokenizer(config.data, None), model)
     take_sample(reader, 4)

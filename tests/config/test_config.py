@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.cases import for_each
 from titan_tree import errors
@@ -216,6 +217,15 @@ def test_the_name_that_was_probably_meant_is_suggested(file: Path, argument: str
     with pytest.raises(UserError) as error:
         load_config(file, [argument])
     assert str(error.value).endswith(f"; did you mean {name!r}?")
+
+
+@pytest.mark.parametrize(("gpu", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_the_dtype_is_that_of_the_device_unless_it_is_set(
+    file: Path, monkeypatch: pytest.MonkeyPatch, gpu: bool, dtype: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert load_config(file).training.dtype == dtype
+    assert load_config(file, ["training.dtype=bfloat16"]).training.dtype == "bfloat16"
 
 
 def test_a_name_registered_later_is_accepted(file: Path) -> None:

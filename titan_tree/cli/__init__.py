@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from titan_tree.cli.data_arguments import is_override
 from titan_tree.cli.run_process import exit_process, rank
-from titan_tree.errors import AgreedError, UserError, printable, unknown_name
+from titan_tree.errors import AgreedError, UserError, did_you_mean, printable, unknown_name
 from titan_tree.signals import Interrupted, keyboard_interrupts
 
 COMMANDS = {  # name -> summary; a command's module is imported only when it runs
@@ -160,6 +160,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if rest:
         parser.prog = f"titan-tree {command}"
         hint = _keys_of(rest[0], "data." if hasattr(args, "format") else "") if takes_keys else ""
+        hint = hint or did_you_mean(rest[0].partition("=")[0], options)
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     return args
 
@@ -178,7 +179,7 @@ def _keys_of(option: str, prefix: str) -> str:
         for key in keys
         if name in (key.name, key.name.rpartition(".")[2])
     ]
-    return f"; write {' or '.join(means)}" if means else "; keys of a configuration are set as key=value"
+    return f"; write {' or '.join(means)}" if means else ""
 
 
 class PrintCompletion(argparse.Action):

@@ -10,6 +10,7 @@ layers keep for their backward pass depends on the version of torch, so use that
 compares the results with measurements. `titan-tree bench real CONFIG.toml --steps 6` measures times.
 """
 
+# device.py        the GPU, or the CPU, and its memory
 # workload.py      the steps of a run, from a sample of its data
 # layer_trace.py   what layers keep for their backward pass
 # memory.py        memory, part by part
@@ -19,18 +20,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import os
 from collections.abc import Iterable
 from textwrap import fill
 from typing import Any
 
 from titan_tree.cli.data_arguments import add_overrides
+from titan_tree.cli.plan.device import CPU, device_memory
 from titan_tree.errors import UserError, warnings_hidden
-
-GIB = 2**30
-GPUS = {"h200": 139 * GIB, "h100": 79 * GIB}  # bytes
-CPU = "cpu"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,25 +65,6 @@ def run(args: argparse.Namespace) -> None:
     with warnings_hidden():  # training shows those that matter
         plan = estimate(config, gpus or max(1, here if gpu != CPU else 1), gpu, groups)
     print(json.dumps(plan)) if args.json else _print(plan)
-
-
-def device_memory(text: str) -> tuple[str, float]:
-    """Returns the name and the bytes of a GPU of ``GPUS``, of one with that many GiB, or of this CPU.
-
-    Raises:
-        UserError: ``text`` is neither a known name nor a positive number.
-    """
-    if text.lower() in GPUS:
-        return text.upper(), GPUS[text.lower()]
-    if text.lower() == CPU:
-        return "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        size = float(text)
-    except ValueError:
-        size = math.nan
-    if not 0 < size < math.inf:
-        raise UserError(f"--gpu: expected {', '.join(GPUS)}, {CPU} or a number of GiB, got {text!r}")
-    return f"GPU of {size:g} GiB", size * GIB
 
 
 def _positive(option: str, text: str) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from titan_tree.cli.plan import CPU, device_memory
+from titan_tree.cli.plan.device import CPU, device_memory
 from titan_tree.cli.plan.layer_trace import LayerTrace
 from titan_tree.cli.plan.memory import RANDOM_ROUTER, MemoryPlan
 from titan_tree.cli.plan.workload import StepSizes, sample_steps, take_sample

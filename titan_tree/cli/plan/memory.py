@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from titan_tree.cli.plan import GIB
+from titan_tree.cli.plan.device import GIB
 from titan_tree.cli.plan.layer_trace import LayerTrace
 from titan_tree.cli.plan.workload import StepSizes, is_partitioned
 from titan_tree.components.logprobs import BLOCK_ELEMENTS
