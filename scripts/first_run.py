@@ -37,7 +37,7 @@ def cost_of_rows(metrics: str) -> str:
     names = "executed_tokens", "leaf_tokens", "logical_tokens"
     trees, leaves, samples = (sum(int(float(step[name])) for step in steps) for name in names)
     return (
-        f"The same steps compute {trees:,} tokens on trees, {leaves:,} on one row per conversation "
+        f"The same steps compute {trees:,} tokens on trees, {leaves:,} on one row per leaf path "
         f"({leaves / trees:.1f}x), and {samples:,} on one row per model call ({samples / trees:.1f}x)."
     )
 

@@ -416,8 +416,8 @@ def test_a_loss_of_preferences_refuses_answers_without_one(tmp_path):
         with pytest.raises(UserError) as error:
             reader.paths(group)
         assert str(error.value) == (
-            f"{file}:1: path q/0: the loss {loss!r} compares chosen and rejected answers, and this answer has no "
-            'preference; give rows with chosen and rejected, or set loss.name = "sft"'
+            f"{file}:1: path q/0: the loss {loss!r} compares chosen and rejected answers, and this answer "
+            'has no preference; give rows with chosen and rejected, or set loss.name = "sft"'
         )
 
 

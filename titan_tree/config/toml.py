@@ -77,7 +77,7 @@ EXPECTED = {
 }
 
 
-class _Values(yaml.SafeLoader):
+class _Values(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
     """Reads the values of arguments: YAML in which 1e-4 is a number, and [*] and *.jsonl are plain text."""
 
     fetch_alias = fetch_anchor = yaml.SafeLoader.fetch_plain
@@ -87,7 +87,7 @@ class _Values(yaml.SafeLoader):
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        values = super().construct_mapping(node, deep)
+        values: dict[Any, Any] = super().construct_mapping(node, deep)
         if len(values) < len(node.value):
             raise ValueError("a name occurs twice")
         return values
