@@ -175,15 +175,15 @@ def noted(capsys: pytest.CaptureFixture[str], *records: dict, overrides: tuple[s
 
 def test_unknown_fields_are_listed_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
     turns = [ONE["messages"][0] | {"mood": "bad"}, ONE["messages"][1]]
-    records = [ONE | {"ts": 1, "rewrd": 1, "model": "m"}] * 2 + [{"messages": turns, "trial": None}]
-    task = {"trajectories": [{"tokens": [1, 2]}], "seed": 3, "step": None}
+    records = [ONE | {"zebra": 1, "rewrd": 1, "model": "m"}] * 2 + [{"messages": turns, "trial": None}]
+    task = {"trajectories": [{"tokens": [1, 2]}], "quartz": 3, "step": None}
     assert noted(capsys, *records, task) == [
-        "fields that are ignored: mood (1), rewrd (2; did you mean 'reward'?), seed (1), ts (2)"
+        "fields that are ignored: mood (1), quartz (1), rewrd (2; did you mean 'reward'?), zebra (2)"
     ]
-    assert load_config("my.toml").data.ignore_fields == ["mood", "rewrd", "seed", "ts"]
-    (note,) = noted(capsys, *records, task, overrides=("data.ignore_fields=[ts, seed]",))
+    assert load_config("my.toml").data.ignore_fields == ["mood", "quartz", "rewrd", "zebra"]
+    (note,) = noted(capsys, *records, task, overrides=("data.ignore_fields=[zebra, quartz]",))
     assert note == "fields that are ignored: mood (1), rewrd (2; did you mean 'reward'?)"
-    assert load_config("my.toml").data.ignore_fields == ["ts", "seed", "mood", "rewrd"]
+    assert load_config("my.toml").data.ignore_fields == ["zebra", "quartz", "mood", "rewrd"]
     assert noted(capsys, *records, task, overrides=("data.ignore_fields=[*]",)) == []
     assert load_config("my.toml").data.ignore_fields == ["*"]
 
