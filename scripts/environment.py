@@ -65,6 +65,7 @@ def set_up(extra: str, needed: list[str], keep_venv: bool) -> str:
     Raises:
         SystemExit: the set-up failed; the message says how to fix it.
     """
+    say(f"looking at the packages of {sys.executable} ...")
     torch = next(r for r in needed if name_of(r) == "torch")
     respected = installed("torch") is not None and satisfied(torch)
     if installed("torch") is not None and not respected:
@@ -85,12 +86,12 @@ def set_up(extra: str, needed: list[str], keep_venv: bool) -> str:
     if respected:
         constraints = VENV / "constraints.txt"
         constraints.write_text(constraints_beside_installed())
-        say(f"using torch {installed('torch')} of {sys.executable}; installing missing packages in .venv")
+        say(f"using torch {installed('torch')} of {sys.executable}; installing missing packages in .venv ...")
     else:
-        say("installing the packages of constraints.txt in .venv; this takes a minute plus the download ...")
+        say("installing torch and other packages in .venv; this takes a minute plus the download ...")
     interpreter = str(VENV / "bin" / "python")
     project = f"{ROOT}[{extra}]" if extra else str(ROOT)
-    pip = [interpreter, "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
+    pip = [interpreter, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet", "install"]
     if run([*pip, "--constraint", str(constraints), "--editable", project]):
         sys.exit(
             "error: pip could not install the packages, see its message above. Without a network, set "

@@ -107,9 +107,16 @@ def shorten(value: object) -> str:
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
     """Returns the error for a name that does not exist. It suggests the closest known name."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return UserError(f"unknown {kind} {name!r}{hint} (known: {', '.join(known) or 'none'})")
+    return UserError(
+        f"unknown {kind} {name!r}{did_you_mean(name, known)} (known: {', '.join(known) or 'none'})"
+    )
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Returns the end of an error message about an unknown name: the known name that is close to it."""
+    names = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(str(name).lower()[:60], names, n=1)
+    return f"; did you mean {names[close[0]]!r}?" if close else ""
 
 
 def encoding_hint(content: bytes) -> str:

@@ -112,7 +112,7 @@ def test_a_check_that_raises_is_one_line(capsys, monkeypatch):
 
 def test_a_missing_package_is_a_problem_and_no_traceback():
     code = (
-        "import sys; sys.modules |= dict.fromkeys(('torch', 'rich', 'omegaconf', 'packaging')); "
+        "import sys; sys.modules |= dict.fromkeys(('torch', 'rich', 'yaml', 'packaging')); "
         "from titan_tree.cli import main; sys.exit(main(['doctor']))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

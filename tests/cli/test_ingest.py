@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ingest")
     lines = [json.dumps(record) + "\n" for record in islice(demo.records(), 12)]
     (folder / "shop.jsonl").write_text("".join(lines))
-    arguments = ["--tokenizer", "byte", "--sample", "keep_reasoning=false", "--advantage", "group"]
+    arguments = ["--tokenizer", "byte", "data.sample.keep_reasoning=false", "data.advantage=group"]
     assert main(["ingest", str(folder / "shop.jsonl"), str(folder / "shop.store"), *arguments]) == 0
     return folder
 
@@ -68,8 +68,13 @@ def test_a_store_gives_the_trees_of_its_files_in_the_same_order(
 def test_inspect_reads_a_store_as_its_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--tokenizer", "byte"]
     results = []
-    for file, more in (("shop.jsonl", ["--sample", "keep_reasoning=false"]), ("shop.store", [])):
-        for output in (["--json"], ["--show", "shop-3/trial1/2"], ["--report", "shop-3"], ["--merge", "all"]):
+    for file, more in (("shop.jsonl", ["data.sample.keep_reasoning=false"]), ("shop.store", [])):
+        for output in (
+            ["--json"],
+            ["--show", "shop-3/trial1/2"],
+            ["--report", "shop-3"],
+            ["data.merge=batch"],
+        ):
             assert main(["inspect", str(folder / file), *options, *output, *more]) == 0
             results.append(re.sub(r", advantage [-.\d]+", "", capsys.readouterr().out))
     assert results[:4] == results[4:]
@@ -92,7 +97,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capsys: pytest.Capt
     clock = tmp_path / "clock.jinja"
     clock.write_text("{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}")
     assert "reads the clock" in error_of(capsys, source, out, *byte, "--template", clock)
-    assert "shop.jsonl:1" in error_of(capsys, source, out, *byte, "--sample", "turns=9")
+    assert "shop.jsonl:1" in error_of(capsys, source, out, *byte, "data.sample.turns=9")
     assert not out.exists()
 
 
@@ -107,13 +112,13 @@ def test_settings_that_differ_from_those_of_the_store_are_refused(
     folder: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], template: str, message: str
 ) -> None:
     sample = [f"{key}={value}" for key, value in settings.get("sample", {}).items()]
-    arguments = ["--tokenizer", "byte", "--template", template, *(["--sample", *sample] if sample else [])]
+    arguments = ["--tokenizer", "byte", "--template", template, *(f"data.sample.{each}" for each in sample)]
     assert main(["inspect", str(folder / "shop.store"), *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_defaults_may_be_spelt_out(folder: Path) -> None:
-    options = ["--sample", "keep_reasoning=false", "turns=each", "--tokenizer", "byte"]
+    options = ["data.sample={keep_reasoning: false, turns: each}", "data.tokenizer=byte"]
     assert main(["inspect", str(folder / "shop.store"), *options]) == 0
 
 

@@ -136,11 +136,11 @@ def test_limit_shortens_the_table_but_not_the_totals(capsys, file):
 
 
 def test_merge_chooses_which_paths_share_a_tree(capsys, file):
-    _, out, _ = inspect(capsys, file, "--merge", "all")
-    assert rows(out)["all"][:4] == ["4", "15", "12", "8"]  # b's path is a prefix of a path of a
-    _, out, _ = inspect(capsys, file, "--merge", "batch", "--global-batch-groups", 1)
+    _, out, _ = inspect(capsys, file, "data.merge=batch")
+    assert rows(out)["all 1"][:4] == ["4", "15", "12", "8"]  # b's path is a prefix of a path of a
+    _, out, _ = inspect(capsys, file, "data.merge=batch", "data.global_batch_groups=1")
     assert rows(out)["all 2"][:4] == ["4", "15", "15", "11"]
-    _, out, _ = inspect(capsys, file, "--merge", "batch", "--max-tokens", 5)
+    _, out, _ = inspect(capsys, file, "data.merge=batch", "data.max_tokens=5")
     assert {name: cells[3] for name, cells in rows(out).items() if name.startswith("batch")} == {
         "batch 0 tree 0": "5",
         "batch 0 tree 1": "4",
@@ -152,9 +152,9 @@ def test_sample_settings_change_the_paths(capsys):
     counts = {}
     for name, options in {
         "each": [],
-        "whole": ["--sample", "turns=whole"],
-        "last": ["--sample", "turns=last"],
-        "stripped": ["--sample", "keep_reasoning=false"],
+        "whole": ["data.sample.turns=whole"],
+        "last": ["data.sample.turns=last"],
+        "stripped": ["data.sample.keep_reasoning=false"],
         "qwen3": ["--template", "qwen3"],
     }.items():
         status, out, _ = inspect(capsys, "demo", "--limit", 1, *options)
@@ -206,7 +206,7 @@ def test_errors_are_one_line_with_status_2(capsys, file, tmp_path):
             [odd, "--tokenizer", "byte", "--show", "a"],
             f"{odd}:1: path a: token id 282 at token 1: expected ids below",
         ),
-        (["demo", "--template", "qwen3", "--sample", "keep_reasoning=false"], "keep_reasoning"),
+        (["demo", "--template", "qwen3", "data.sample.keep_reasoning=false"], "keep_reasoning"),
     ):
         status, out, err = inspect(capsys, *args)
         assert (status, out) == (2, "")
@@ -217,16 +217,14 @@ def test_errors_are_one_line_with_status_2(capsys, file, tmp_path):
     assert inspect(capsys, "demo", "--report") == (2, "", f"titan-tree: error: {message}\n")
 
 
-def test_sample_values_are_json_or_text(capsys):
-    """ "no" is not JSON, hence text, which chatml takes as true."""
+def test_sample_values_follow_yaml(capsys):
+    """Text, such as "n", is true for chatml."""
     totals = []
-    for value in ("false", "no", "true"):
-        _, out, _ = inspect(capsys, "demo", "--json", "--sample", "turns=last", f"keep_reasoning={value}")
+    for value in ("false", "no", "n", "true"):
+        keys = "data.sample.turns=last", f"data.sample.keep_reasoning={value}"
+        _, out, _ = inspect(capsys, "demo", "--json", *keys)
         totals.append(json.loads(out)["all"]["n_flat"])
-    assert totals[0] < totals[1] == totals[2]
-    status, _, err = inspect(capsys, "demo", "--sample", "turns")
-    assert status == 2
-    assert "--sample: expected KEY=VALUE, got 'turns'" in err
+    assert totals[0] == totals[1] < totals[2] == totals[3]
 
 
 def test_it_runs_as_a_module(file):
@@ -346,18 +344,17 @@ def test_trained_tokens_of_the_template_are_counted(capsys, tmp_path):
     messages = [{"role": role, "content": content} for role, content in turns]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}))
     ends, starts = "trained control tokens: 2 x <|im_end|>\n", "3 x <|im_end|>, 1 x <|im_start|>\n"
-    blocks = (
-        " empty think blocks are trained; some templates write them for turns without reasoning; avoid it by "
-        "a variable such as --sample enable_thinking=false\n"
-    )
-    for template, settings, control, n_blocks in (
-        ("chatml", (), ends, 1),
-        ("qwen3", (), starts, 2),
-        ("qwen3", ("--sample", "enable_thinking=false"), starts, 0),
+    blocks = " empty think blocks are trained; some templates write them for turns without reasoning"
+    advice = "; to avoid it, set data.sample.empty_blocks to false"
+    for template, settings, control, n_blocks, says in (
+        ("chatml", (), ends, 1, ""),
+        ("qwen3", (), starts, 2, advice),
+        ("qwen3", ("data.sample.enable_thinking=false",), starts, 0, ""),
+        ("qwen3", ("data.sample.empty_blocks=false",), starts, 0, ""),
     ):
         _, out, _ = inspect(capsys, tmp_path / "a.jsonl", "--template", template, *settings)
         assert control in out
-        assert (f"\n{n_blocks}{blocks}" in out) == (n_blocks > 0), template
+        assert (f"\n{n_blocks}{blocks}{says}\n" in out) == (n_blocks > 0), template
 
 
 def test_lines_without_a_group_id_that_share_prefixes_are_told(capsys, tmp_path):
@@ -366,7 +363,7 @@ def test_lines_without_a_group_id_that_share_prefixes_are_told(capsys, tmp_path)
         "12 lines without group_id share prefixes: one tree instead of 12 would hold 15 tokens instead of 48"
     )
     assert told in inspect(capsys, tmp_path / "f")[1]
-    assert "lines without" not in inspect(capsys, tmp_path / "f", "--merge", "batch")[1]
+    assert "lines without" not in inspect(capsys, tmp_path / "f", "data.merge=batch")[1]
     line = {"trajectories": [{"tokens": [1, 2, 3]}]}  # a task is a group
     (tmp_path / "g").write_text(f"{json.dumps(line)}\n" * 2)
     assert "lines without" not in inspect(capsys, tmp_path / "g")[1]
@@ -380,8 +377,7 @@ def test_statistics_of_real_rollouts(capsys):
         REAL_DATA / "webdancer_think.jsonl.gz",
         "--tokenizer",
         REAL_DATA / "qwen.tiktoken.gz",
-        "--sample",
-        "keep_reasoning=false",
+        "data.sample.keep_reasoning=false",
     )
     assert rows(out)["all 100"] == [
         "210",

@@ -26,7 +26,7 @@ def test_help_lists_the_verbs_without_importing_them(capsys, monkeypatch):
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_help_shows_examples_and_every_default_but_no_source_file(command):
-    parser = cli._parser([command])._subparsers._group_actions[0].choices[command]
+    parser = cli._parser([command])[1]
     text = " ".join(parser.format_help().split())
     assert f"\ntitan-tree {command}" in parser.description
     assert ".py" not in text
@@ -47,7 +47,7 @@ def test_help_of_every_command_takes_little_time_and_imports_no_large_package():
         "    assert cli.main([*command.split(), '--help']) == 0\n"
         "    seconds = start + time.process_time() - before\n"
         "    assert seconds < 0.5, f'{command}: {seconds} s of CPU time'\n"
-        "large = {'torch', 'numpy', 'rich', 'omegaconf', 'tokenizers', 'jinja2', 'transformers'}\n"
+        "large = {'torch', 'numpy', 'rich', 'yaml', 'tokenizers', 'jinja2', 'transformers'}\n"
         "sys.exit(str(large & set(sys.modules)) if large & set(sys.modules) else 0)\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -64,23 +64,6 @@ def test_a_new_command_is_one_module_and_one_line(capsys, monkeypatch):
     assert capsys.readouterr().out == "5\n"
     assert cli.main(["count", "--help"]) == 0
     assert "Counts letters." in capsys.readouterr().out
-
-
-def test_overrides_may_follow_options(capsys, monkeypatch):
-    def add_arguments(parser):
-        parser.add_argument("config")
-        parser.add_argument("overrides", nargs="*")
-        parser.add_argument("--gpus")
-
-    module = types.SimpleNamespace(add_arguments=add_arguments, run=lambda args: print(args.overrides))
-    monkeypatch.setitem(sys.modules, "titan_tree.cli.plan", module)
-    assert cli.main(["plan", "c.toml", "a=1", "--gpus", "8", "b=2", "c=3"]) == 0
-    assert capsys.readouterr().out == "['a=1', 'b=2', 'c=3']\n"
-    assert cli.main(["plan", "c.toml", "--gpu-s", "8", "b=2"]) == 2
-    assert capsys.readouterr().err == (
-        "titan-tree: error: unrecognized arguments: --gpu-s; keys are set as optimizer.lr=1e-3; "
-        "titan-tree plan --help lists the arguments\n"
-    )
 
 
 def test_ctrl_c_is_not_a_traceback(monkeypatch):
@@ -172,3 +155,77 @@ def test_print_completion_covers_every_command(shell, capsys):
             command = ["bash", "-c", script + complete, "bash", *words]
             run = subprocess.run(command, capture_output=True, text=True, check=True)
             assert run.stdout == f"{expected}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("inspect demo --sample turns=last", "; write data.sample.NAME=VALUE;"),
+        ("inspect demo --ignore-fields ts trial", "; write data.ignore_fields=[VALUE, ...];"),
+        ("xray demo --ignore-fields ts", "; write data.ignore_fields=[VALUE, ...];"),
+        ("ingest --advantage group demo out", "; write data.advantage=VALUE;"),
+        ("ingest demo out --advantage-options omega=1", "; write data.advantage_options.NAME=VALUE;"),
+        ("inspect demo --merge batch", "; write data.merge=VALUE;"),
+        ("score demo out --set loss.name=dpo", "; write key=value without it;"),
+        ("train demo --lr 1e-3", "; write optimizer.lr=VALUE or warm_start.lr=VALUE;"),
+        ("train demo --training.steps 3", "; write training.steps=VALUE;"),
+        ("inspect demo --limt 3", "; did you mean '--limit'?;"),
+        ("export a b --adaptor", "; did you mean '--adapter'?;"),
+    ],
+)
+def test_an_option_that_is_a_key_is_refused_with_the_name_of_the_key(words, says, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(words.split())
+    error = capsys.readouterr().err
+    assert "unrecognized arguments: --" in error
+    assert says in error
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train c.toml --nproc 2 data.seed=1 --data.format=tree",
+        "certify data.seed=1 c.toml --tokens 9 --data.format=tree",
+        "plan c.toml --gpus=8 data.seed=1 --json --data.format=tree",
+        "inspect data.seed=1 a b --show x=1 --data.format=tree",
+        "xray a b --max-tokens 4 8 data.seed=1 --data.format=tree",
+        "ingest a data.seed=1 b --data.format=tree",
+        "score a b data.seed=1 --model m --data.format=tree",
+    ],
+)
+def test_every_command_takes_keys_at_any_place(words):
+    args = cli.parse(words.split())
+    assert args.overrides == ["data.seed=1", "--data.format=tree"]
+    if hasattr(args, "files"):
+        out = [args.out] if args.words[0] in ("ingest", "score") else []
+        assert args.files + out == ["a", "b"]
+    assert getattr(args, "show", None) in (None, "x=1")
+
+
+def test_a_file_whose_name_looks_like_a_key_is_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "year=2024").mkdir()
+    (tmp_path / "year=2024" / "a.jsonl").touch()
+    args = cli.parse(["inspect", "year=2024/*.jsonl", "year=2024/a.jsonl", "data.seed=1"])
+    assert args.files == ["year=2024/*.jsonl", "year=2024/a.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            "inspect demo data.files=x",
+            "data.files: set twice, by an argument of its own and as",
+        ),
+        ("inspect demo --format tree data.format=tree", "data.format: set twice"),
+        ("score demo o --model m model.hf_path=n", "model.hf_path: set twice"),
+        ("inspect demo model.name=qwen3", "unknown key 'model'; the tables are data"),
+        (
+            "inspect demo ignore_fields=[ts]",
+            "'ignore_fields'; did you mean 'data.ignore_fields'?",
+        ),
+    ],
+)
+def test_wrong_keys_of_commands_that_read_data(words, says, capsys):
+    assert cli.main(words.split()) == 2
+    assert says in capsys.readouterr().err

@@ -9,7 +9,8 @@ import torch
 
 from titan_tree.cli import main
 from titan_tree.cli.plan import layer_trace
-from titan_tree.cli.plan.estimate import build_planned_model, estimate, gpu_memory, planned_steps
+from titan_tree.cli.plan.device import device_memory
+from titan_tree.cli.plan.estimate import build_planned_model, estimate, planned_steps
 from titan_tree.cli.plan.layer_trace import Kept, LayerTrace
 from titan_tree.cli.plan.memory import MemoryPlan
 from titan_tree.cli.plan.workload import take_sample
@@ -146,7 +147,7 @@ def test_samples_that_share_nothing_are_noted(capsys, tmp_path):
 
 
 def test_tokens_are_means_over_steps():
-    config = load_config(DEMO, ["data.shuffle_buffer=0"])
+    config = load_config(DEMO, ["data.shuffle_buffer=0", "data.global_batch_groups=2"])
     model = build_planned_model(config, 1)
     reader = build.build_reader(config.data, build.build_tokenizer(config.data, None), model)
     take_sample(reader, 4)
@@ -168,11 +169,11 @@ def test_a_plan_that_does_not_fit_says_what_to_change():
 
 
 def test_gpus_by_name_or_size():
-    assert gpu_memory("H100") == ("H100", 79 * 2**30)
-    assert gpu_memory("24") == ("GPU of 24 GiB", 24 * 2**30)
+    assert device_memory("H100") == ("H100", 79 * 2**30)
+    assert device_memory("24") == ("GPU of 24 GiB", 24 * 2**30)
     for text in ("b300", "0", "-1", "nan", "inf"):
-        with pytest.raises(UserError, match="--gpu: expected h200, h100 or a number of GiB, got"):
-            gpu_memory(text)
+        with pytest.raises(UserError, match="--gpu: expected h200, h100, cpu or a number of GiB, got"):
+            device_memory(text)
 
 
 def test_more_ranks_that_share_tokens_need_less_memory_and_more_replicas_need_more():
@@ -207,7 +208,7 @@ def test_a_router_without_balance_needs_more(capsys):
         ([DEMO, "--gpus", "0"], "--gpus: expected an integer from 1 to 1,000,000, got '0'"),
         ([DEMO, "--gpus", "two"], "--gpus: expected an integer from 1 to 1,000,000, got 'two'"),
         ([DEMO, "--gpus", "1", "--groups", "-1"], "--groups: expected an integer"),
-        ([DEMO, "--gpus", "1", "--gpu", "b300"], "--gpu: expected h200, h100 or a number of GiB"),
+        ([DEMO, "--gpus", "1", "--gpu", "b300"], "--gpu: expected h200, h100, cpu or a number of GiB"),
         (["missing.toml", "--gpus", "1"], "unknown configuration file 'missing.toml' (known: "),
         ([DEMO, "data.files=missing.jsonl", "--gpus", "1"], "missing.jsonl"),
         ([RL_DEMO, "--gpus", "1"], "rl_demo.toml: missing, without a default: data.files; set them"),

@@ -376,4 +376,5 @@ def test_a_path_without_its_partner_is_an_error():
     ):
         TreeLoss("dpo", "path_token_mean")(torch.zeros(1), batch, 1.0)
     with pytest.raises(UserError, match=r"^loss\.reduction: expected 'path_token_mean'"):
-        TreeLoss("dpo")
+        TreeLoss("dpo", "path_mean")
+    assert TreeLoss("dpo").reduction == "path_token_mean"

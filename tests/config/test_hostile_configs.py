@@ -131,10 +131,9 @@ ARGUMENTS = {  # argument -> words of the error
     "data.files=[a, b": "not valid YAML",
     "data.files={a: 1, a: 2}": "not valid YAML",
     "data.files=!!python/object/apply:os.system [ls]": "not valid YAML",
-    "data.files=&a [*a]": "not valid YAML",
     "data.files=" + "[" * 3000: "not valid YAML",
     "model.overrides={1: 2}": "expected names as the keys",
-    "model.overrides={null: 2}": "not valid YAML",
+    "model.overrides={null: 2}": "expected names as the keys",
     "model.overrides={a: !!binary aGk=}": "expected a string, a number",
     f"folder={SECRET}": "folder: expected a literal value without '${'",
     'folder="\\x24{oc.env:SECRET}"': "folder: expected a literal value without '${'",
@@ -184,7 +183,7 @@ def test_the_command_prints_one_line_and_exits_with_status_2(tmp_path: Path) -> 
     file.write_text(GOOD)
     code = (
         "from titan_tree.cli import main\n"
-        "for arguments in (['folder=${oc.env:SECRET}'], ['--a.x', 'y'], ['steps=3'], ['model=3']):\n"
+        "for arguments in (['folder=${oc.env:SECRET}'], ['--a.x=y'], ['steps=3'], ['model=3']):\n"
         f"    assert main(['train', {str(file)!r}, *arguments]) == 2\n"
     )
     environment = {"SECRET": "hunter2", "PATH": ""}

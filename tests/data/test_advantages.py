@@ -360,7 +360,7 @@ def test_records_of_one_rollout_have_one_reward(tmp_path):
 
 def test_a_store_holds_the_advantages_that_it_was_made_with(tmp_path):
     store = str(tmp_path / "s.store")
-    options = ["--advantage", "gigpo", "--advantage-options", "omega=0.5"]
+    options = ["data.advantage=gigpo", "data.advantage_options.omega=0.5"]
     assert main(["ingest", str(write(tmp_path / "f")), store, *options]) == 0
     want = advantages("gigpo", TREE, REWARDS, omega=0.5)
     for settings in ({}, {"advantage": "gigpo", "advantage_options": {"omega": 0.5}}):

@@ -403,6 +403,24 @@ def test_a_loss_that_trains_all_answers_alike_refuses_rejected_ones(tmp_path):
             )
 
 
+def test_a_loss_of_preferences_refuses_answers_without_one(tmp_path):
+    file = write(tmp_path / "f", {"id": "q", "trajectories": [{"tokens": [1, 2]}, {"tokens": [1, 3]}]})
+    for loss in ("dpo", "kto", "simpo", "grpo", "sft"):
+        reader = build_reader(
+            DataConfig(files=[file]), None, build_model("qwen3", "debug"), LossConfig(name=loss)
+        )
+        (group,) = reader.files.groups()
+        if loss in ("grpo", "sft"):
+            assert len(reader.paths(group)) == 2
+            continue
+        with pytest.raises(UserError) as error:
+            reader.paths(group)
+        assert str(error.value) == (
+            f"{file}:1: path q/0: the loss {loss!r} compares chosen and rejected answers, and this answer "
+            'has no preference; give rows with chosen and rejected, or set loss.name = "sft"'
+        )
+
+
 def test_text_is_trained_as_it_is(tmp_path):
     """Text, prompts with completions, and the logs of TRL and verl need no chat template."""
     tokenizer, end = TreeTokenizer.byte_level(), "<|im_end|>"

@@ -28,11 +28,12 @@ HEAD = """# Configuration
 
 This page lists every key of a configuration, with its type, its default and its meaning. A configuration is
 a TOML file. Arguments of the form `table.key=value` override its keys, and the file overrides the defaults.
+Commands that read only data take the keys of [data], as in `titan-tree inspect FILE data.sample.turns=last`.
 `titan-tree config` prints the same, `titan-tree config optimizer.lr` one key, and
 `titan-tree config --model MODEL --data FILE` a file for a model and data.
 
-- Values of arguments follow YAML: `3`, `1e-4`, `true`, `null`, `[a, b]`. `null` unsets a key. TOML has no
-  `null`, so a file leaves the key out.
+- Values of arguments follow YAML: `3`, `1e-4`, `true`, `null`, `[a, b]`; `*` is plain text. `null` unsets
+  a key. TOML has no `null`, so a file leaves the key out.
 - An argument of the form `table.key={}` empties a table of options, such as `model.overrides={}`.
 - Variables such as `${HOME}` are not expanded.
 - A run checks its configuration before it trains, and names the first wrong key or value.

@@ -41,10 +41,6 @@ class Parrot:
         (["loss.name=distill"], "rl.reference: expected the teacher's snapshot"),
         (["loss.options={clip: 1}"], "loss 'grpo': unknown option 'clip'"),
         (["loss.correction.level=max"], "loss.correction"),
-        (
-            ["training.steps=null", "lr_scheduler.warmup_steps=1001"],
-            "lr_scheduler.warmup_steps: expected at most the 1000 steps of the run, got 1001",
-        ),
         (["lora.rank=2", "lora.targets=[x_proj]"], "unknown target of LoRA (lora.targets) 'x_proj'"),
         (["lora.rank=2", "lora.quantize=nf4", "training.compile=true"], "training.compile: expected false"),
         (["rl.server.url=h:1", "rl.server.model=policy"], "rl.server.url: expected a URL such as"),

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import math
 import resource
 import shutil
@@ -313,12 +314,16 @@ def test_steps_and_epochs_exclude_each_other(tmp_path: Path) -> None:
         tiny_config(tmp_path, training__epochs=2)
 
 
-def test_a_warm_up_longer_than_the_epochs_is_refused(tmp_path: Path) -> None:
+def test_a_warm_up_longer_than_the_run_takes_all_of_its_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     options = {"training__steps": "null", "training__epochs": 1, "lr_scheduler__warmup_steps": 4}
-    with pytest.raises(
-        UserError, match=r"lr_scheduler\.warmup_steps: expected at most the 3 steps of the run"
-    ):
-        train(tiny_config(tmp_path, **options))
+    config = tiny_config(tmp_path, **options)
+    caplog.set_level(logging.WARNING, "titan_tree")
+    train(config)
+    assert "lr_scheduler.warmup_steps: 4 is more than the 3 steps of the run; all of them" in caplog.text
+    rates = [float(row["lr"]) / config.optimizer.lr for row in read_metrics(config)]
+    assert rates == pytest.approx([1 / 3, 2 / 3, 1])
 
 
 def test_mistakes_in_validation_files_are_found_before_training(tmp_path: Path) -> None:

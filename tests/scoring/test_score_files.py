@@ -297,7 +297,7 @@ def test_the_command_line(tmp_path, capsys):
     write_rows(tmp_path / "rows.jsonl")
     (tmp_path / "c.toml").write_text(dump_config(config(tmp_path)))
     data, out = str(tmp_path / "rows.jsonl"), str(tmp_path / "out.jsonl")
-    command = ["score", data, out, "--config", str(tmp_path / "c.toml"), "--set", "data.max_tokens=20"]
+    command = ["score", data, out, "--config", str(tmp_path / "c.toml"), "data.max_tokens=20"]
     assert main(command) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == f"{out}: 8 groups with 16 samples; tokens: 184 of all paths, 123 distinct"
@@ -338,7 +338,7 @@ def test_a_snapshot_without_a_configuration(tmp_path):
     model = model_of(tmp_path)
     save_pretrained(model, tmp_path / "snapshot")
     command = ["score", str(tmp_path / "rows.jsonl"), str(tmp_path / "out.jsonl")]
-    assert main([*command, "--model", str(tmp_path / "snapshot"), "--set", "training.dtype=float32"]) == 0
+    assert main([*command, "--model", str(tmp_path / "snapshot"), "training.dtype=float32"]) == 0
     for _, paths in read(tmp_path / "out.jsonl"):
         for path in paths:
             np.testing.assert_allclose(path.old_logprobs, alone(model, path), rtol=1e-5, atol=1e-5)

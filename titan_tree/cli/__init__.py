@@ -10,15 +10,19 @@ from __future__ import annotations
 import argparse
 import errno
 import io
+import re
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext, suppress
 from importlib import import_module
+from itertools import pairwise
+from textwrap import fill
 from typing import NoReturn
 
+from titan_tree.cli.data_arguments import is_override
 from titan_tree.cli.run_process import STDOUT, exit_place, exit_process, prepare_streams, rank
-from titan_tree.errors import AgreedError, UserError, unknown_name
+from titan_tree.errors import AgreedError, UserError, did_you_mean, unknown_name
 from titan_tree.signals import Interrupted, discard, keyboard_interrupts
 
 COMMANDS = {  # name -> summary; a command's module is imported only when it runs
@@ -68,7 +72,16 @@ class Parser(argparse.ArgumentParser):
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Shows the default of every option that has one."""
+    """Shows the default of every option that has one, and fits sentences to the width of the terminal."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        # Blocks with commands or columns keep their lines.
+        blocks = text.strip("\n").split("\n\n")
+        filled = [
+            block if re.search(r"\S  |^ *(titan-tree|echo|torchrun) ", block, re.M) else fill(block, width)
+            for block in blocks
+        ]
+        return indent + "\n\n".join(filled)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         has_default = action.default not in (None, [], argparse.SUPPRESS) and action.default is not False
@@ -140,23 +153,47 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         Finished: --help and the like were printed.
     """
     command = argv[0] if argv else None
-    parser = _parser([command])
+    parser, command_parser = _parser([command])
     if command is None:
         parser.print_help(sys.stderr)
         parser.exit(2)
     if command not in COMMANDS and not command.startswith("-"):
         parser.error(str(unknown_name("command", command, COMMANDS)))
-    args, rest = parser.parse_known_args(argv)
+    words, overrides = list(argv), list[str]()
+    takes_keys = any(action.dest == "overrides" for action in command_parser._actions)
+    options = command_parser._option_string_actions
+    # argparse would take key=value for a file or a value of an option, or refuse it after an option.
+    for before, word in pairwise(argv) if takes_keys else ():
+        if is_override(word) and not (before in options and options[before].nargs is None):
+            overrides.append(word)
+            words.remove(word)
+    args, rest = parser.parse_known_args(words)
     args.words = argv
-    if hasattr(args, "overrides"):  # key=value, of which argparse takes no more after an option
-        wrong = [text for text in rest if text.startswith("-") and "." not in text.partition("=")[0]]
-        args.overrides += [text for text in rest if text not in wrong]
-        rest = wrong
+    if takes_keys:
+        args.overrides += overrides
     if rest:
         parser.prog = f"titan-tree {command}"
-        keys = "; keys are set as optimizer.lr=1e-3" if hasattr(args, "overrides") else ""
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{keys}")
+        hint = _keys_of(rest[0], "data." if hasattr(args, "format") else "") if takes_keys else ""
+        hint = hint or did_you_mean(rest[0].partition("=")[0], options)
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     return args
+
+
+def _keys_of(option: str, prefix: str) -> str:
+    """Returns the keys of a configuration, of those that begin with ``prefix``, that an option may mean."""
+    from titan_tree.cli.reference import tables
+
+    name = option.lstrip("-").partition("=")[0].replace("-", "_")
+    if name == "set":
+        return "; write key=value without it"
+    keys = [key for table in tables() for key in table.keys if key.name.startswith(prefix)]
+    forms = {"table": ".NAME=VALUE", "list": "=[VALUE, ...]"}
+    means = [
+        f"{key.name}{forms.get(re.split('[ ,]', key.type)[0], '=VALUE')}"
+        for key in keys
+        if name in (key.name, key.name.rpartition(".")[2])
+    ]
+    return f"; write {' or '.join(means)}" if means else ""
 
 
 class PrintCompletion(argparse.Action):
@@ -165,12 +202,15 @@ class PrintCompletion(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: object, shell: object, *_: object) -> None:
         import shtab
 
-        print(shtab.complete(_parser(COMMANDS), str(shell)))
+        print(shtab.complete(_parser(COMMANDS)[0], str(shell)))
         parser.exit()
 
 
-def _parser(commands: Collection[str | None]) -> argparse.ArgumentParser:
-    """Returns a parser that knows the names of all commands, and the arguments of ``commands``."""
+def _parser(commands: Collection[str | None]) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """Returns a parser that knows the names of all commands, and the arguments of ``commands``.
+
+    The second value is the parser of the last one of ``commands``, or the first value.
+    """
     description = "Trains language models on token trees, and prepares, checks and measures it."
     parser = Parser("titan-tree", description=description, epilog=EXAMPLES, formatter_class=Help)
     version = import_module("titan_tree").__version__
@@ -179,6 +219,7 @@ def _parser(commands: Collection[str | None]) -> argparse.ArgumentParser:
     shells = "bash", "zsh", "fish"
     script = "print a script that completes commands and options in this shell"
     add("--print-completion", action=PrintCompletion, choices=shells, help=script)
+    chosen: argparse.ArgumentParser = parser
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
         command_parser = subparsers.add_parser(name, help=summary, formatter_class=Help)
@@ -187,4 +228,5 @@ def _parser(commands: Collection[str | None]) -> argparse.ArgumentParser:
             command_parser.description = module.__doc__
             module.add_arguments(command_parser)
             command_parser.set_defaults(run=module.run)
-    return parser
+            chosen = command_parser
+    return parser, chosen

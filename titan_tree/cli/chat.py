@@ -3,7 +3,7 @@
 titan-tree chat outputs/demo                       the newest checkpoint of a run
 titan-tree chat outputs/demo/checkpoints/step-40   another one
 titan-tree chat /models/Qwen3-1.7B --temperature 0.7 --system "Answer briefly."
-titan-tree chat outputs/demo --task                a prompt of the run's own data, before and after training
+titan-tree chat outputs/demo --task                what the run learned best, before and after training
 echo "How many caps?" | titan-tree chat outputs/demo
 
 Each line is a message. /reset forgets the conversation; /quit, Ctrl-D and Ctrl-C end it.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from titan_tree.run.saved_model import SavedModel
 
 SHOWN_CHARACTERS = 600  # of a task's prompt; the end counts
+SCORED_GROUPS = 8  # among whose samples --task looks for the best learned,
+TRIES = 8  # and how many of them it answers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--task",
         action="store_true",
-        help="show the first prompt of the run's data, and its answer before and after training",
+        help="show the prompt whose answer the run learned best, with answers before and after training",
     )
     add_plugins_argument(parser)
 
@@ -124,7 +127,9 @@ class Speaker:
 
 
 def show_task(saved: SavedModel, tokenizer: TreeTokenizer, device: object) -> None:
-    """Prints the first prompt of a run's data with three answers: the data's, and before and after training.
+    """Prints a prompt of a run's data with three answers: the data's, and before and after training.
+
+    Of the first samples, the model has learned this one best: it says what the data say, or comes close.
 
     Raises:
         UserError: the run does not train on data files.
@@ -133,27 +138,47 @@ def show_task(saved: SavedModel, tokenizer: TreeTokenizer, device: object) -> No
     import torch
 
     from titan_tree.data.sample_reader import SampleReader
+    from titan_tree.scoring.score_trees import score_paths
 
     assert isinstance(device, torch.device)
     if saved.config is None or not saved.config.data.files:
         raise UserError("--task: expected the folder of a run that trains on data files")
     reader = SampleReader(saved.config.data, tokenizer)
-    path = reader.paths(next(reader.files.groups()))[0]
-    trained = np.flatnonzero(path.loss_mask[1:]) + 1  # nothing predicts the first token
-    if not len(trained):
-        raise UserError("--task: the first sample of the run's data has no trained token")
-    first, last = int(trained[0]), int(trained[-1])
-    context, wanted = path.tokens[:first].tolist(), path.tokens[first : last + 1].tolist()
-    model = saved.start_model(device)
-    before, _ = Speaker(model, tokenizer).continued(context, len(wanted))
-    after, _ = Speaker(saved.model(device, model), tokenizer).continued(context, 2 * len(wanted))
+    groups = islice(reader.files.groups(), SCORED_GROUPS)
+    paths = [path for group in groups for path in reader.paths(group) if path.loss_mask[1:].any()]
+    if not paths:
+        raise UserError("--task: the first samples of the run's data have no trained token")
+    model = saved.model(device)
+    least = [
+        score.logprobs[1:][torch.from_numpy(path.loss_mask[1:] > 0)].min().item()
+        for score, path in zip(score_paths(model, paths, saved.config.data.max_tokens), paths, strict=True)
+    ]
+    speaker = Speaker(model, tokenizer)
+    tries: list[tuple[list[int], str, str]] = []  # prompts, with the answers of the data and of the model
+    for index in sorted(range(len(paths)), key=least.__getitem__, reverse=True)[:TRIES]:
+        path = paths[index]
+        trained = np.flatnonzero(path.loss_mask[1:]) + 1  # nothing predicts the first token
+        context = path.tokens[: trained[0]].tolist()
+        wanted = path.tokens[trained[0] : trained[-1] + 1].tolist()
+        after, _ = speaker.continued(context, 2 * len(wanted))
+        tries.append((context, speaker.chat.text(wanted), after))
+        if _without_thought(after) == _without_thought(tries[-1][1]):
+            break
+    else:
+        del tries[1:]
+    context, in_data, after = tries[-1]
+    before, _ = Speaker(saved.start_model(device), tokenizer).continued(context, len(in_data))
     print(f"task:\n{_indented(tokenizer.decode(context)[-SHOWN_CHARACTERS:])}")
     for name, text in (
-        ("answer in the data", tokenizer.decode(wanted)),
+        ("answer in the data", in_data),
         ("untrained model", before),
         (f"after training ({saved.checkpoint.name if saved.checkpoint else ''})", after),
     ):
         print(f"{name}:\n{_indented(text)}")
+
+
+def _without_thought(answer: str) -> str:
+    return answer.rpartition("</think>")[2].strip()
 
 
 def shown(text: str) -> str:

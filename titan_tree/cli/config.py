@@ -5,33 +5,30 @@ titan-tree config optimizer        the keys of a table
 titan-tree config lr               a key, with or without its table
 titan-tree config --json           the same, for programs
 titan-tree config --model qwen3:0.6B --data rollouts.jsonl -o my.toml
-titan-tree config --model /models/Qwen3-0.6B --data 'rollouts/*.jsonl'
+titan-tree config --model /models/Qwen3-0.6B --data 'rollouts/*.jsonl' optimizer.lr=2e-5 -o my.toml
 
 A written configuration suits the model, the data and this machine: a loss that the data has the fields for,
-and the precision of the GPU or the CPU. The values are a starting point, not a tuned recipe.
+and the precision of the GPU or the CPU. It says which fields it ignores or does not use.
+The values are a starting point, not a tuned recipe.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import shlex
-from collections.abc import Mapping
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from titan_tree.cli.data_arguments import add_force_argument, named_model
-from titan_tree.errors import UserError, printable
+from titan_tree.cli.data_arguments import add_force_argument, add_overrides
+from titan_tree.errors import UserError, did_you_mean, printable
 
 if TYPE_CHECKING:
     from titan_tree.cli.reference import Key, Table
 
 WIDTH = 100  # columns
-REFERENCE = ("ref_logprobs", "shifted_ref_logprobs")  # fields of a record
-LOOK_AT = 64  # groups of the data that choose the loss
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "qwen3:debug, or for the folder of a Hugging Face snapshot",
     )
     add("--data", nargs="+", metavar="FILE", help='its data: files, glob patterns, or "demo"')
+    add_overrides(parser)
     add("-o", "--out", metavar="FILE.toml", help="the file to write, a new one (default: print it)")
     add_force_argument(parser)
 
@@ -64,8 +62,10 @@ def run(args: argparse.Namespace) -> None:
         if args.names or args.json:
             given = args.names[0] if args.names else "--json"
             raise UserError(f"{given}: expected no keys and no --json together with --model; remove it")
-        _write(args.model, args.data, args.out, args.force)
+        _write(args)
         return
+    if args.overrides:
+        raise UserError(f"{args.overrides[0]}: expected --model and --data as well; add them, or remove it")
     found = find(args.names)
     if args.json:
         print(json.dumps([_as_json(key) for table in found for key in table.keys]))
@@ -92,9 +92,8 @@ def find(names: list[str]) -> list[Table]:
         if not matches:
             full = [key.name for table in tables() for key in table.keys]
             known = [*(table.name for table in tables()), *full, *(key.rpartition(".")[2] for key in full)]
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            raise UserError(f"unknown key or table {name!r}; {hint}titan-tree config lists all keys")
+            hint = did_you_mean(name, known)
+            raise UserError(f"unknown key or table {name!r} (titan-tree config lists all keys){hint}")
         found += matches
     return found
 
@@ -127,22 +126,23 @@ def _as_json(key: Key) -> dict[str, Any]:
     }
 
 
-def _write(model: str, files: list[str], out: str | None, force: bool) -> None:
+def _write(args: argparse.Namespace) -> None:
     """Writes or prints a configuration."""
+    from titan_tree.cli.suggestion import settings  # imports torch
     from titan_tree.config.files import check_output, write_output
     from titan_tree.data.readers import find_files
 
-    read = [model, *find_files(files)]
+    out, read = args.out, [args.model, *find_files(args.data)]
     if out is not None:
-        check_output(out, None, read, force)
-    values, is_unscored = settings(model, files, Path(out or "run.toml").stem)
-    what_next = advice(out or "my.toml", files if is_unscored else [])
-    text = written(values, what_next)
+        check_output(out, None, read, args.force)
+    values, notes, is_unscored = settings(args.model, args.data, Path(out or "run.toml").stem, args.overrides)
+    what_next = advice(out or "my.toml", args.data if is_unscored else [])
+    text = written(values, [f"{what_next}.", *notes])
     if out is None:
         print(text, end="")
         return
-    write_output(out, text, None, read, force)
-    print(printable(f"wrote {out}; {what_next}"))
+    write_output(out, text, None, read, args.force)
+    print(*map(printable, (f"wrote {out}; {what_next}", *notes)), sep="\n")
 
 
 def advice(out: str, unscored: list[str]) -> str:
@@ -162,65 +162,13 @@ def advice(out: str, unscored: list[str]) -> str:
     )
 
 
-def settings(model: str, files: list[str], name: str) -> tuple[dict[str, Any], bool]:
-    """Returns keys and values of a configuration that trains ``model`` on ``files``.
-
-    The second value says whether the loss needs ref_logprobs that the files lack.
-
-    Raises:
-        UserError: the model or the data cannot be read.
-    """
-    import torch
-
-    from titan_tree.data.data_files import DataFiles, group_trajectories, holds_conversations
-    from titan_tree.data.settings import DataConfig
-
-    named_model(model)  # raises UserError for a wrong one
-    family, _, flavor = model.partition(":")
-    is_folder = Path(model).is_dir()
-    groups = list(islice(DataFiles(DataConfig(files=files)).groups(), LOOK_AT))
-    records = [t.record for group in groups for t in group_trajectories(group)]
-    has_rewards = all(record.get("reward") is not None for record in records) and len(records) > len(groups)
-    is_rl = has_rewards or any(record.get("advantage") is not None for record in records)
-    has_old = all(record.get("old_logprobs") is not None for record in records)
-    marks = {record.get("preference") for record in records} - {None}
-    has_reference = all(any(record.get(key) is not None for key in REFERENCE) for record in records)
-    loss = ("grpo" if has_old else "reinforce") if is_rl else "sft"
-    if marks:  # sft would train rejected answers, too
-        loss = "dpo" if marks <= {"chosen", "rejected"} else "kto"
-    on_gpu = torch.cuda.is_available()
-    found: dict[str, Any] = {"folder": f"outputs/{name}"}
-    if is_folder:
-        found["model.hf_path"] = model
-    else:
-        found |= {"model.name": family, "model.flavor": flavor}
-    found["data.files"] = files[0] if len(files) == 1 else files
-    if not is_folder and any(map(holds_conversations, groups)):
-        found["data.tokenizer"] = "byte"
-    if has_rewards and not marks:
-        found["data.advantage"] = "group"
-    found |= {
-        "data.max_tokens": DataConfig(files=files).max_tokens,
-        "data.global_batch_groups": min(8, len(groups)),
-        "loss.name": loss,
-        "loss.reduction": "path_token_mean" if marks else "token_mean",
-        "optimizer.lr": 1e-5 if is_folder else 1e-3,
-        "training.epochs": 1,
-        "training.dtype": "bfloat16" if on_gpu else "float32",
-        "training.compile": on_gpu,
-        "training.activation_checkpoint": "selective" if on_gpu else "none",
-        "checkpoint.export_hf": True,
-    }
-    return found, bool(marks) and not has_reference
-
-
-def written(values: Mapping[str, Any], what_next: str) -> str:
-    """Returns a TOML file with a comment above each key, and ``what_next`` at its beginning."""
+def written(values: Mapping[str, Any], notes: Sequence[str]) -> str:
+    """Returns a TOML file with a comment above each key, and ``notes`` at its beginning."""
     from titan_tree.cli.reference import tables
     from titan_tree.config.toml import toml_value
 
     lines = [
-        *(f"# {line}" for line in _filled(f"{what_next}.", "")),
+        *(f"# {line}" for note in notes for line in _filled(note, "")),
         "# Other keys have their defaults: titan-tree config lists all of them.",
     ]
     left = dict(values)

@@ -1,29 +1,46 @@
-"""Command line arguments that say which data to read, and a progress bar for reading them."""
+"""Command line arguments that commands share: keys of a configuration, and data files with their progress."""
 
 from __future__ import annotations
 
 import argparse
+import glob
 import json
+import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from titan_tree.data.readers import READERS
-from titan_tree.errors import UserError, missing_snapshot, printable
+from titan_tree.data.settings import DataConfig
+from titan_tree.errors import UserError, missing_snapshot, printable, shorten
 from titan_tree.models.settings import MODELS
 
 if TYPE_CHECKING:  # functions import what --help does not need
     from titan_tree.data.readers import OpenFile
-    from titan_tree.data.settings import DataConfig
     from titan_tree.models.tree_model import TreeModel
 
 FILES = 'a file, a glob pattern, or "demo" for the bundled sample'
 
 
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Declares the keys of a configuration that a command takes. ``cli.parse`` finds them among its words."""
+    help = "set a key of the configuration; titan-tree config lists them"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help)
+
+
+def is_override(word: str) -> bool:
+    """Returns whether a word of a command line sets a key. A word with = may also name files."""
+    key, separator, _ = word.partition("=")
+    is_key = re.fullmatch(r"[A-Za-z_][\w.\[\]-]*|--?[A-Za-z_][\w-]*\.[\w.-]*", key)
+    return bool(separator and is_key and not os.path.lexists(word) and not glob.glob(word))
+
+
 def add_data_arguments(parser: argparse.ArgumentParser, files: str = FILES, metavar: str = "FILE") -> None:
-    """Declares the files, their format, and how conversations become samples.
+    """Declares the files, and how they become samples: keys of [data], of which three have options.
 
     Args:
         parser: gets the arguments.
@@ -32,24 +49,12 @@ def add_data_arguments(parser: argparse.ArgumentParser, files: str = FILES, meta
     """
     add = parser.add_argument
     add("files", nargs="+", metavar=metavar, help=files)
-    add(
-        "--format",
-        default="auto",
-        help=f"{', '.join(READERS)}, a reader of your own as module:name, or auto: recognize each file",
-    )
-    add(
-        "--tokenizer",
-        help="a Hugging Face folder, a .tiktoken[.gz] file, module:name of your own, or byte "
-        "(default for conversations)",
-    )
-    add("--template", help="chat template: chatml, qwen3 or a file (default: the tokenizer's own, or chatml)")
-    add_settings(
-        parser,
-        "--sample",
-        "how conversations become samples, as in the table [data.sample] of a configuration: "
-        "turns=last, keep_reasoning=false, ...",
-    )
-    add("--ignore-fields", nargs="+", default=[], metavar="NAME", help="fields to ignore if they are unknown")
+    own = "one of your own as module:name"
+    add("--format", help=f"sets data.format: {', '.join(READERS)}, {own}, or auto")
+    folder = "a Hugging Face folder, a .tiktoken[.gz] file, module:name of your own, or byte"
+    add("--tokenizer", help=f"sets data.tokenizer: {folder} (default for conversations)")
+    own = "chatml, qwen3 or a file (default: the tokenizer's own, or chatml)"
+    add("--template", help=f"sets data.template, the chat template: {own}")
 
 
 def add_plugins_argument(parser: argparse.ArgumentParser) -> None:
@@ -66,33 +71,32 @@ def add_force_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace a file that the command did not write")
 
 
-def add_settings(parser: argparse.ArgumentParser, option: str, help: str) -> None:
-    """Declares an option that takes KEY=VALUE pairs, as the table of a configuration has them."""
-    parser.add_argument(option, nargs="+", type=_setting, default=[], metavar="KEY=VALUE", help=help)
+@dataclass(kw_only=True)
+class DataTables:
+    """The configuration of a command that only reads data files."""
+
+    data: DataConfig = field(default_factory=DataConfig)
 
 
-def data_config(args: argparse.Namespace, **settings: Any) -> DataConfig:
-    """Returns the table [data] that the arguments describe. ``settings`` are further keys."""
-    from titan_tree.data.settings import DataConfig
+def data_config(args: argparse.Namespace) -> DataConfig:
+    """Returns the table [data] that the arguments describe. Raises UserError for wrong ones."""
+    from titan_tree.config.toml import load_tables
 
-    return DataConfig(
-        files=args.files,
-        format=args.format,
-        sample=dict(args.sample),
-        ignore_fields=args.ignore_fields,
-        **settings,
-    )
+    given = {name: getattr(args, name) for name in ("files", "format", "tokenizer", "template")}
+    values = {f"data.{name}": value for name, value in given.items() if value is not None}
+    return load_tables(DataTables, os.devnull, with_arguments(values, args.overrides)).data
 
 
-def _setting(text: str) -> tuple[str, Any]:
-    """Parses key=value. A value that is not JSON, such as a bare word, is a string."""
-    key, separator, value = text.partition("=")
-    if not separator or not key:
-        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, got {text!r}")
-    try:
-        return key, json.loads(value)
-    except json.JSONDecodeError:
-        return key, value
+def with_arguments(values: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Returns the overrides, with those for which a command has arguments of its own.
+
+    Raises:
+        UserError: an override sets one of these keys as well.
+    """
+    for word in overrides:
+        if (key := word.lstrip("-").partition("=")[0]) in values:
+            raise UserError(f"{key}: set twice, by an argument of its own and as {shorten(word)}; remove one")
+    return [*overrides, *(f"{key}={json.dumps(value)}" for key, value in values.items())]
 
 
 def named_model(model: str) -> TreeModel:

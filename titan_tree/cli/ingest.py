@@ -1,6 +1,7 @@
 """Renders and tokenizes data files once, and writes a token store that training streams.
 
 titan-tree ingest rollouts.jsonl.gz rollouts.store --tokenizer /models/Qwen3-1.7B
+titan-tree ingest rollouts.jsonl rollouts.store data.tokenizer=byte data.advantage=group
 titan-tree inspect rollouts.store
 titan-tree train CONFIG.toml data.files=rollouts.store
 
@@ -16,17 +17,15 @@ from typing import TYPE_CHECKING
 from titan_tree.cli.data_arguments import (
     add_data_arguments,
     add_force_argument,
-    add_settings,
+    add_overrides,
     data_config,
     progress_bar,
 )
-from titan_tree.data.settings import ADVANTAGES
 from titan_tree.errors import UserError, count, printable
 
 if TYPE_CHECKING:  # functions import what --help does not need
     from titan_tree.components.tree_tokenizer import TreeTokenizer
     from titan_tree.data.sample_reader import SampleReader
-    from titan_tree.data.settings import DataConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,13 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_data_arguments(parser)
     parser.add_argument("out", metavar="OUT", help="the store to write, a new file")
     add_force_argument(parser)
-    parser.add_argument(
-        "--advantage",
-        default="given",
-        help="compute the advantages from the rewards of each group, as data.advantage does: "
-        f"{', '.join(ADVANTAGES)}, or an estimator of your own as module:name",
-    )
-    add_settings(parser, "--advantage-options", "options of the estimator, as in [data.advantage_options]")
+    add_overrides(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -50,24 +43,20 @@ def run(args: argparse.Namespace) -> None:
     from titan_tree.data.token_store import write_store
     from titan_tree.tree.token_tree import TreeStats
 
-    tokenizer = TreeTokenizer.load(args.tokenizer, args.template) if args.tokenizer else None
-    reader = SampleReader(_data_config(args), tokenizer)
+    config = data_config(args)
+    tokenizer = TreeTokenizer.load(config.tokenizer, config.template) if config.tokenizer else None
+    reader = SampleReader(config, tokenizer)
     _check(reader, tokenizer)
     with progress_bar() as open_file:
         groups = ((group.id, reader.paths(group)) for group in reader.files.groups(open_file))
         read = [*reader.files.paths, *filter(None, (args.tokenizer, args.template))]
-        stats = write_store(args.out, groups, _header(args, reader, tokenizer), read, args.force)
+        stats = write_store(args.out, groups, _header(reader, tokenizer), read, args.force)
     total = TreeStats.total(stats)
     print(
         f"{printable(args.out)}: {count(len(stats), 'group')} with {count(total.n_paths, 'sample')}; "
         f"tokens: {total.n_flat:,} of all paths, {total.n_leaf:,} of leaf paths, {total.n_tree:,} distinct; "
         f"{Path(args.out).stat().st_size / 1e6:,.1f} MB"
     )
-
-
-def _data_config(args: argparse.Namespace) -> DataConfig:
-    options = dict(args.advantage_options)
-    return data_config(args, advantage=args.advantage, advantage_options=options)
 
 
 def _check(reader: SampleReader, tokenizer: TreeTokenizer | None) -> None:
@@ -88,16 +77,15 @@ def _check(reader: SampleReader, tokenizer: TreeTokenizer | None) -> None:
         )
 
 
-def _header(
-    args: argparse.Namespace, reader: SampleReader, tokenizer: TreeTokenizer | None
-) -> dict[str, object]:
+def _header(reader: SampleReader, tokenizer: TreeTokenizer | None) -> dict[str, object]:
     """Returns what the store is made of."""
+    config = reader.config
     checksums = zip(reader.files.paths, reader.files.checksums, strict=True)
     return {
         "sources": [{"file": file, "bytes": size, "crc32": crc} for file, (size, crc) in checksums],
         "tokenizer": tokenizer.fingerprint() if tokenizer else None,
-        "tokenizer_name": " with template ".join(filter(None, (args.tokenizer, args.template))),
-        "sample": dict(args.sample),
-        "advantage": args.advantage,
-        "advantage_options": dict(args.advantage_options),
+        "tokenizer_name": " with template ".join(filter(None, (config.tokenizer, config.template))),
+        "sample": config.sample,
+        "advantage": config.advantage,
+        "advantage_options": config.advantage_options,
     }

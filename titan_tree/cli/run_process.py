@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from titan_tree.cli.data_arguments import add_overrides
 from titan_tree.errors import hide, shorten
 from titan_tree.signals import discard, open_standard_streams
 
@@ -27,7 +28,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of a command that runs in one process, or in several that torchrun starts."""
     add = parser.add_argument
     add("config", metavar="CONFIG.toml", help="the configuration of the run: a file, or a name such as demo")
-    add("overrides", nargs="*", default=[], metavar="key=value", help="override a key of the configuration")
+    add_overrides(parser)
     count_help = "processes, one for each GPU; without effect under torchrun, which starts its own"
     add("--nproc", type=_count, default=1, metavar="N", help=count_help)
 

@@ -11,12 +11,17 @@ parallelism are then those of training. The same command continues a run that wa
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from titan_tree.cli.data_arguments import add_force_argument, add_plugins_argument, progress_bar
+from titan_tree.cli.data_arguments import (
+    add_force_argument,
+    add_overrides,
+    add_plugins_argument,
+    progress_bar,
+    with_arguments,
+)
 from titan_tree.cli.run_process import rank
 from titan_tree.errors import UserError, count, printable
 
@@ -31,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("out", metavar="OUT", help="the JSON Lines file to write, a new file")
     add("--model", metavar="FOLDER", help="a local Hugging Face snapshot: sets model.hf_path")
     add("--config", metavar="FILE.toml", help="the configuration of the training run; FILEs replace its data")
-    add("--set", nargs="+", default=[], metavar="key=value", help="override keys of the configuration")
+    add_overrides(parser)
     add(
         "--field",
         default="old_logprobs",
@@ -53,11 +58,11 @@ def run(args: argparse.Namespace) -> None:
 
     if not (args.model or args.config):
         raise UserError("--model or --config: missing; give the folder of a model, or a configuration")
-    overrides = [f"data.files={json.dumps(args.files)}", "data.weights=null", *args.set]
+    values = {"data.files": args.files, "data.weights": None}
     if args.model:
-        overrides += [f"model.hf_path={json.dumps(args.model)}", "model.flavor=null"]
+        values |= {"model.hf_path": args.model, "model.flavor": None}
     with stored_code_refused(args.config, args.plugins):
-        config = load_config(args.config or os.devnull, overrides)
+        config = load_config(args.config or os.devnull, with_arguments(values, args.overrides))
         with nullcontext(open_binary) if rank() else progress_bar() as open_file:
             totals = score_files(
                 config,

@@ -22,17 +22,19 @@ from titan_tree.cli.data_arguments import (
     FILES,
     add_data_arguments,
     add_force_argument,
+    add_overrides,
     add_plugins_argument,
     data_config,
     progress_bar,
 )
-from titan_tree.errors import printable
+from titan_tree.errors import UserError, printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command line of ``titan-tree xray``."""
     add = parser.add_argument
     add_data_arguments(parser, files=f"{FILES}, a folder to search, or the folder of a run", metavar="PATH")
+    add_overrides(parser)
     add("-o", "--out", default="xray.html", metavar="FILE", help="the page to write")
     add_force_argument(parser)
     add("--json", action="store_true", help="print the numbers of the page as JSON, and write no page")
@@ -70,16 +72,20 @@ def run(args: argparse.Namespace) -> None:
     from titan_tree.xray.sources import Sources
 
     name, curves = ", ".join(args.files), None
-    tokenizer = None if args.tokenizer is None else TreeTokenizer.load(args.tokenizer, args.template)
+    data = data_config(args)
+    tokenizer = TreeTokenizer.load(data.tokenizer, data.template) if data.tokenizer else None
     folder = os.path.expanduser(args.files[0])
     if len(args.files) == 1 and is_run(folder):
+        if args.overrides or args.format:
+            raise UserError(
+                f"{args.files[0]}: expected no keys of [data] beside the folder of a run, which has its own; "
+                "remove them, or name the run's data files instead"
+            )
         config, of_run, curves = load_run(folder, args.plugins)
         tokenizer, data = tokenizer or of_run, config.data
-    else:
-        data = data_config(args)
     sources = Sources(data.files, data.format)
     read = [*sources.files, *(os.path.join(folder, name) for name in RUN_FILES)]
-    read += filter(None, (args.tokenizer, args.template))
+    read += filter(None, (args.tokenizer, args.template, data.tokenizer, data.template))
     if not args.json:
         check_output(args.out, MARKER, read, args.force)  # reading may take minutes
     xray = Xray(

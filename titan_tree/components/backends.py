@@ -80,7 +80,10 @@ class BackendRegistry(Registry[B]):
             if reason is None:
                 return candidate
             reasons.append(f"backend {candidate!r} {reason}")
-        raise UserError(f"{self.component}: {'; '.join(reasons) or f'no automatic backend for {device}'}")
+        hint = "" if name == AUTO else "; use 'auto', which chooses one that works here"
+        raise UserError(
+            f"{self.component}: {'; '.join(reasons) or f'no automatic backend for {device}'}{hint}"
+        )
 
 
 class Scoring(NamedTuple):
@@ -108,8 +111,8 @@ class AttentionBackend(Protocol):
     def refusal(self, q: Tensor, v: Tensor, scoring: Scoring, deterministic: bool) -> str | None:
         """Returns the reason why this backend cannot compute tensors like these, or None if it can.
 
-        The reason completes the sentence "backend 'name' ..." in one line: what the backend expects, what it
-        got, and which backend to use instead. torch.compile traces this function, so it must not read values.
+        The reason completes the sentence "backend 'name' ..." in one line: what the backend expects, and
+        what it got. torch.compile traces this function, so it must not read values.
         """
 
     def prepare(self, layout: TreeLayout, window: int | None) -> Any:
@@ -220,8 +223,8 @@ class RecurrenceBackend(Protocol):
     def refusal(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> str | None:
         """Returns the reason why this backend cannot compute tensors like these, or None if it can.
 
-        The reason completes the sentence "backend 'name' ..." in one line: what the backend expects, what it
-        got, and which backend to use instead. torch.compile traces this function, so it must not read values.
+        The reason completes the sentence "backend 'name' ..." in one line: what the backend expects, and
+        what it got. torch.compile traces this function, so it must not read values.
         """
 
     def empty_saved(self, q: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, chains: Chains) -> Saved:

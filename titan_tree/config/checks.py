@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from titan_tree.errors import UserError, errors_at, shorten
+from titan_tree.errors import UserError, did_you_mean, errors_at, shorten
 
 T = TypeVar("T")
 
@@ -32,10 +32,12 @@ class Check:
     Args:
         accepts: returns whether a value fulfills the condition.
         describe: returns a phrase for the accepted values, such as "at least 0".
+        names: returns the accepted values if they are names.
     """
 
     accepts: Callable[[Any], object]
     describe: Callable[[], str]
+    names: Callable[[], list[str]] = list
 
     def __call__(self, value: object) -> str | None:
         """Returns None for an accepted value, else the phrase for the accepted values."""
@@ -66,7 +68,14 @@ class Checked:
             with errors_at(f"{self._prefix}{field.name}"):
                 for condition in checks_of(type(self))[field.name]:
                     if (expected := condition(value)) is not None:
-                        raise UserError(f"expected {expected}, got {shorten(value)}")
+                        hints = [did_you_mean(each, condition.names()) for each in _unknown(value, condition)]
+                        raise UserError(f"expected {expected}, got {shorten(value)}{''.join(hints)}")
+
+
+def _unknown(value: object, condition: Check) -> list[str]:
+    """Returns the text of ``value``, or the texts of a list, that is none of the names of a check."""
+    values = value if isinstance(value, list) else [value]
+    return [each for each in values if isinstance(each, str) and each not in condition.names()]
 
 
 def checks_of(table: type) -> dict[str, tuple[Check, ...]]:
@@ -127,7 +136,7 @@ def one_of(*choices: str | Iterable[str]) -> Check:
     def accepts(value: Any) -> bool:
         return any(value == choice if isinstance(choice, str) else value in choice for choice in choices)
 
-    return Check(accepts, lambda: f"one of {', '.join(names())}")
+    return Check(accepts, lambda: f"one of {', '.join(names())}", names)
 
 
 def list_of(item: Check) -> Check:
@@ -135,6 +144,7 @@ def list_of(item: Check) -> Check:
     return Check(
         lambda values: isinstance(values, list) and all(item(value) is None for value in values),
         lambda: f"a list in which every item is {item.describe()}",
+        item.names,
     )
 
 

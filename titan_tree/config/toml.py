@@ -17,11 +17,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from titan_tree.config.checks import MISSING, require
 from titan_tree.config.files import regular
@@ -79,6 +77,26 @@ EXPECTED = {
 }
 
 
+class _Values(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
+    """Reads the values of arguments: YAML in which 1e-4 is a number, and [*] and *.jsonl are plain text."""
+
+    fetch_alias = fetch_anchor = yaml.SafeLoader.fetch_plain
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, form) for tag, form in forms if tag.endswith((":bool", ":int", ":null"))]
+        for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        values: dict[Any, Any] = super().construct_mapping(node, deep)
+        if len(values) < len(node.value):
+            raise ValueError("a name occurs twice")
+        return values
+
+
+_NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?$|[-+]?\.?inf$|\.?nan$")
+_Values.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789in"))
+
+
 def load_tables(
     tables: type[D], path: str | Path, overrides: Sequence[str] = (), skip: Collection[str] = ()
 ) -> D:
@@ -133,9 +151,11 @@ def _toml_key(key: str) -> str:
 
 
 def toml_value(value: object) -> str:
-    """Returns a list, string, number or boolean as TOML."""
+    """Returns a list, table, string, number or boolean as TOML on one line."""
     if isinstance(value, list):
         return "[" + ", ".join(map(toml_value, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml_key(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # TOML writes inf and nan like Python
     return json.dumps(value)  # TOML writes strings, numbers and booleans like JSON
@@ -196,11 +216,9 @@ def _read_argument(argument: str) -> tuple[str, Table]:
     with errors_at(source):
         _check_text(text, f"{key:.60}")
     try:
-        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError):
+        table: Table = {names[-1]: yaml.load(text, _Values)}
+    except (yaml.YAMLError, ValueError, RecursionError, AttributeError):
         raise UserError(f"{source}: the value is not valid YAML") from None
-    # YAML spells these numbers .inf and .nan, but Python and TOML do not.
-    table = {names[-1]: float(text) if text in ("inf", "-inf", "nan") else parsed["value"]}
     for name in reversed(names[:-1]):
         table = {name: table}
     return source, table
@@ -346,7 +364,7 @@ def _require_all(schema: _Schema, values: Table, path: str | Path) -> None:
         if field.default == MISSING
     ]
     missing = [key for key in required if values.get(key, MISSING) == MISSING]
-    if not (values.get("model.flavor") or values.get("model.hf_path")):
+    if "model" in schema.tables and not (values.get("model.flavor") or values.get("model.hf_path")):
         missing.append("model.flavor (random weights) or model.hf_path (a local Hugging Face snapshot)")
     if missing:
         names = "; ".join(missing)

@@ -17,5 +17,5 @@ divergence.py     where and why the paths of a tree diverge, for `titan-tree ins
 show.py           a sample as text, with its trained tokens marked
 demo.py           the bundled sample
 
-This package works with files and NumPy. Only loader.py imports torch. No file imports omegaconf.
+This package works with files and NumPy. Only loader.py imports torch.
 """

@@ -66,6 +66,8 @@ class SampleReader:
             recorded experts, they must fit the model's layers and experts.
         same_loss: the name of a loss that would train rejected answers like chosen ones, so that these are
             errors. None: the loss tells them apart, or there is none.
+        preference_loss: the name of a loss that compares chosen and rejected answers, so that others are
+            errors. None: the loss does not, or there is none.
 
     Attributes:
         files: the files, which yield the groups.
@@ -82,6 +84,7 @@ class SampleReader:
         tokenizer: TreeTokenizer | None = None,
         limits: ModelLimits = NO_LIMITS,
         same_loss: str | None = None,
+        preference_loss: str | None = None,
     ) -> None:
         self.config = config
         self.files = DataFiles(config)
@@ -101,7 +104,7 @@ class SampleReader:
                 "name an estimator in data.advantage"
             )
         self.endings: Counter[str] = Counter()
-        self.same_loss, self.rejected = same_loss, 0
+        self.same_loss, self.preference_loss, self.rejected = same_loss, preference_loss, 0
         self._checked_stores: set[str] = set()
         self._warned_zero = False
         self._searched = set[str]()  # files in which all unknown fields were searched for
@@ -155,8 +158,8 @@ class SampleReader:
         ):
             raise UserError(
                 f"{store.file}: made without the advantages of data.advantage = {config.advantage!r} and its "
-                f"options; ingest the sources again with --advantage {config.advantage}, or set 'given' to "
-                "use those that the store holds"
+                f"options; ingest the sources again with data.advantage={config.advantage}, or set 'given' "
+                "to use those that the store holds"
             )
         if self.tokenizer is not None and header["tokenizer"] not in (None, self.tokenizer.fingerprint()):
             raise UserError(
@@ -184,6 +187,13 @@ class SampleReader:
                 f"{rejected[0].preference!r}, and the loss {self.same_loss!r} would train it like a good "
                 'one; set loss.name = "dpo", or another loss of preferences, or remove such answers from the '
                 "data"
+            )
+        others = [path for path in paths if path.preference is None and path.weight]
+        if others and self.preference_loss is not None:
+            raise UserError(
+                f"{group.records[0][0]}: path {others[0].id or '?'}: the loss {self.preference_loss!r} "
+                "compares chosen and rejected answers, and this answer has no preference; give rows with "
+                'chosen and rejected, or set loss.name = "sft"'
             )
         if self.config.paths == "all":
             return list(paths)

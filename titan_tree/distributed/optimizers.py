@@ -7,6 +7,7 @@ OPTIMIZERS (settings.py).
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +21,8 @@ from titan_tree.distributed import titan
 from titan_tree.distributed.collectives import all_reduce_sum
 from titan_tree.distributed.settings import OPTIMIZERS, LRSchedulerConfig, OptimizerConfig
 from titan_tree.errors import UserError, shorten
+
+logger = logging.getLogger(__name__)
 
 # Arguments of an optimizer's class that ``optimizer.options`` cannot set.
 RESERVED = (
@@ -123,11 +126,16 @@ def build_optimizers(config: OptimizerConfig, model: nn.Module) -> Optimizers:
 def build_lr_schedulers(
     config: LRSchedulerConfig, optimizers: Optimizers, steps: int
 ) -> titan.LRSchedulersContainer:
-    """Returns a scheduler over ``steps`` optimizer steps for each optimizer."""
+    """Returns a scheduler over ``steps`` optimizer steps for each optimizer. All of them may warm up."""
+    if config.warmup_steps > steps:
+        text = "lr_scheduler.warmup_steps: %d is more than the %d steps of the run; all of them warm up"
+        logger.warning(text, config.warmup_steps, steps)
     # The schedule moves on when a step is skipped, even the first one.
     warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")
     return titan.LRSchedulersContainer.Config(
-        warmup_steps=config.warmup_steps, decay_type=config.decay_type, min_lr_factor=config.min_lr_factor
+        warmup_steps=min(config.warmup_steps, steps),
+        decay_type=config.decay_type,
+        min_lr_factor=config.min_lr_factor,
     ).build(optimizers=optimizers, training_steps=steps)
 
 

@@ -29,8 +29,7 @@ from titan_tree.rl.rollouts import Rollout, branches, rewards, token_paths
 from titan_tree.rl.sampler import RemoteSampler, Sampler, in_daemon
 from titan_tree.rl.settings import RLRunConfig
 from titan_tree.rl.truncation import Truncation
-from titan_tree.run.build import DEFAULT_STEPS, build_loss
-from titan_tree.run.config import check_warmup
+from titan_tree.run.build import build_loss
 from titan_tree.scoring.score_trees import set_logprobs
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
@@ -241,7 +240,6 @@ def check_settings(config: RLRunConfig, sampler: Sampler | None = None) -> None:
             "data.replay: expected 'off' without a server, because the model that is trained records no "
             f"experts when it samples, got {config.data.replay!r}; set it to 'off', or set rl.server.url"
         )
-    check_warmup(config.lr_scheduler.warmup_steps, config.training.steps or DEFAULT_STEPS)
     loss = build_loss(config.loss)
     if not loss.spec.reads_pairs:
         raise UserError(

@@ -36,7 +36,7 @@ from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.run.balance.balancing import Balancing
-from titan_tree.run.config import Config, check_warmup
+from titan_tree.run.config import Config
 from titan_tree.run.settings import ProfilerConfig
 from titan_tree.tree.paths import ModelLimits
 
@@ -106,8 +106,10 @@ def build_reader(
         raise UserError(f"data.replay: expected 'off' for a model without experts, got {config.replay!r}")
     experts = model.experts.sizes if model.experts else None
     limits = ModelLimits(model.config.max_position_embeddings, model.config.vocab_size, experts)
-    is_same = loss is not None and not LossSpec.of(loss.name).reads_pairs
-    return SampleReader(config, tokenizer, limits, loss.name if loss and is_same else None)
+    spec = LossSpec.of(loss.name) if loss is not None else None
+    same_loss = loss.name if loss and spec and not spec.reads_pairs else None
+    preference_loss = loss.name if loss and spec and spec.reads_preferences else None
+    return SampleReader(config, tokenizer, limits, same_loss, preference_loss)
 
 
 def build_dataset(
@@ -160,16 +162,12 @@ def num_steps(
     Args:
         done: steps of earlier parts of the run, which may have had another batch size.
         position: that of the data after these steps.
-
-    Raises:
-        UserError: the warm-up is longer than the run.
     """
     steps = config.training.steps or DEFAULT_STEPS
     if config.training.epochs is not None:
         assert sizes is not None
         start = {name: position[name] for name in dataset.position()} if position else {}
         steps = done + dataset.num_steps(sizes, **start)
-    check_warmup(config.lr_scheduler.warmup_steps, steps)
     return steps
 
 

@@ -42,15 +42,6 @@ def paths_read(config: Config) -> list[str]:
     return [*(find_files(data) if data else ()), *filter(None, named)]
 
 
-def check_warmup(warmup_steps: int, steps: int) -> None:
-    """Raises UserError if the warm-up is longer than the run."""
-    if warmup_steps > steps:
-        raise UserError(
-            f"lr_scheduler.warmup_steps: expected at most the {steps} steps of the run, got {warmup_steps}; "
-            "lower it as well"
-        )
-
-
 @dataclass(kw_only=True)
 class Config:
     """All tables of a configuration. Rules that involve several tables are checked here."""
@@ -76,8 +67,10 @@ class Config:
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
     def __post_init__(self) -> None:
-        if self.training.steps is not None:
-            check_warmup(self.lr_scheduler.warmup_steps, self.training.steps)
+        if self.training.dtype == "auto":
+            import torch  # other settings are checked without it
+
+            self.training.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
         for table, name in PATHS:
             owner = getattr(self, table) if table else self
             if isinstance(path := getattr(owner, name), str):
@@ -150,7 +143,7 @@ def load_stored(path: str | Path, plugins: bool = False, data_only: bool = False
 
     Args:
         plugins: import the code that it names.
-        data_only: read only the tables [data] and [model], and not the names in [model], which may be code.
+        data_only: read only [data], [model] and [training], and not the names in [model], which may be code.
 
     Raises:
         UserError: see ``load_tables``; or what is read names code, and ``plugins`` is false.
@@ -158,7 +151,7 @@ def load_stored(path: str | Path, plugins: bool = False, data_only: bool = False
     tables = _tables_of(path)
     skip = set(CONFIGURATIONS)
     if data_only:
-        skip |= {field.name for field in fields(tables)} - {"data", "model"}
+        skip |= {field.name for field in fields(tables)} - {"data", "model", "training"}
     try:
         with nullcontext() if plugins else imports_refused():
             config = load_tables(tables, path, NAMES_OF_CODE if data_only else (), skip)

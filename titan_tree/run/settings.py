@@ -25,7 +25,8 @@ class TrainingConfig(Checked, table="training"):
     # Epochs of the whole run, instead of steps. An epoch trains on every group once. The last step may be
     # smaller.
     epochs: int | None = setting(None, at_least(1))
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # Compute dtype. Weights are fp32.
+    # Compute dtype. Weights are fp32. "auto" is bfloat16 with a GPU, and float32, which is faster, on a CPU.
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     # Bad steps in a row after which training ends with an error. A step is bad if its loss or gradient is not
     # finite, or if the loss counts none of its tokens. It leaves weights and optimizer states unchanged, but
     # it counts as a step: data and learning rate advance.

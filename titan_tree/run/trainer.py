@@ -249,9 +249,18 @@ class Trainer:
             self.finish()
 
     def finish(self) -> None:
-        """Logs a summary of a complete run and writes its export."""
+        """Logs a summary of a complete run and writes its export.
+
+        Raises:
+            AgreedError: most of the run's steps were bad.
+        """
         self._log_summary()
         export_results(self.model, self.config, self.folder.run, self.tokenizer)
+        if (bad_steps := self.optimizer_step.bad_steps) > self.steps_trained:
+            raise AgreedError(
+                f"{bad_steps:,} of {bad_steps + self.steps_trained:,} steps were skipped, so the model has "
+                "hardly learned; the warnings above name the cause of each"
+            )
 
     def log_sample(self) -> None:
         """Logs the first sample of the run as it is trained."""

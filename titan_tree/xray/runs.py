@@ -35,7 +35,7 @@ def load_run(folder: str, plugins: bool = False) -> tuple[Config, TreeTokenizer 
         UserError: config.toml or metrics.csv is malformed, or the tokenizer is missing. Or the table [data]
             names code, and ``plugins`` is false.
     """
-    from titan_tree.run.config import load_stored  # imports omegaconf
+    from titan_tree.run.config import load_stored
 
     config = load_stored(Path(folder) / "config.toml", plugins, data_only=not plugins)
     name, snapshot = config.data.tokenizer, config.model.hf_path

@@ -189,7 +189,7 @@ def test_hopper_refuses_options(monkeypatch):
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
     q, *_ = random_qkv(5, 5, (2, 1), 64, dtype=torch.bfloat16)
     refused = Scoring(window=2, sinks=torch.zeros(2))
-    assert hopper.refusal(q, q, refused, False) == "has no window and sinks; use 'triton'"
+    assert hopper.refusal(q, q, refused, False) == "has no window and sinks"
     narrow = hopper.refusal(q, q[..., :32], Scoring(), False)
-    assert narrow == "expected values as wide as queries, 64, got 32; use 'triton'"
+    assert narrow == "expected values as wide as queries, 64, got 32"
     assert hopper.refusal(q, q, Scoring(), False) is None

@@ -37,9 +37,23 @@ def test_the_log_line_shows_formatted_values_and_the_metrics_of_the_loss(
         ConsoleLogger(tmp_path, 0, 100).log(9, values)
     (line,) = caplog.messages
     assert line == (
-        "step   9/100  loss 0.2776  clip_fraction 0.2774  grad 1.000  lr 1.00e-03  POR 50.0%  "
-        "12,345 leaf tok/s  2.00 s  MFU 40.0%  8.0 GiB"
+        "step   9/100  loss 0.2776  clip_fraction 0.2774  grad 1.000  lr 1.00e-03  12,345 leaf tok/s  2.00 s"
     )
+
+
+def test_a_log_line_fits_100_columns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    values = {"loss": 0.2776, "reward": 0.5, "grad_norm": 1.0, "lr": 1e-3, "por": 0.5, "step_s": 2.0}
+    values |= {f"metric_{n}": float(n) for n in range(9)}
+    values |= {"executed_tokens_per_s": 1e6, "leaf_tokens_per_s": 12345.0, "peak_memory_gib": 8.0}
+    with caplog.at_level("INFO", "titan_tree"):
+        ConsoleLogger(tmp_path, 0, 100).log(9, values)
+        ConsoleLogger(tmp_path, 0, 100).log(9, {"loss": 1.0, "executed_tokens_per_s": 5.0})
+    long, short = caplog.messages
+    assert len(long) <= 100
+    assert long == (
+        "step   9/100  loss 0.2776  reward 0.500  metric_0 0.0000  metric_1 1.0000  12,345 leaf tok/s  2.00 s"
+    )
+    assert short == "step   9/100  loss 1.0000  5 executed tok/s"
 
 
 def test_the_log_line_omits_nll_only_if_it_equals_the_loss(

@@ -4,6 +4,8 @@ titan-tree inspect FILE               a table with one row per token tree
 titan-tree inspect FILE --report ID   where and why the samples of a tree diverge
 titan-tree inspect FILE --show ID     a sample, with the tokens that the loss counts
 titan-tree inspect FILE --json        the numbers of the table, for programs
+titan-tree inspect FILE data.sample.turns=last data.merge=batch
+                                      with other values of the configuration's table [data]
 titan-tree inspect FILE --tokenizer FOLDER --model FOLDER
                                       the table, with the bound of the speed-up for a model
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 
-from titan_tree.cli.data_arguments import add_data_arguments
+from titan_tree.cli.data_arguments import add_data_arguments, add_overrides
 from titan_tree.errors import UserError
 
 
@@ -20,19 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command line of ``titan-tree inspect``."""
     add = parser.add_argument
     add_data_arguments(parser)
-    add(
-        "--merge",
-        choices=("group", "batch", "all"),
-        default="group",
-        help="group: one tree per group; batch: trees of up to --max-tokens tokens from each "
-        "global batch, in file order; all: one tree of all samples",
-    )
-    for option, default, meaning in (
-        ("--global-batch-groups", 8, "groups per global batch, for --merge batch"),
-        ("--max-tokens", 32_768, "maximum tokens of a tree, for --merge batch"),
-        ("--limit", 20, "rows of the table, ids of --show"),
-    ):
-        add(option, type=_positive, default=default, metavar="N", help=meaning)
+    add_overrides(parser)
+    add("--limit", type=_positive, default=20, metavar="N", help="rows of the table, ids of --show")
     add(
         "--model",
         metavar="MODEL",

@@ -65,7 +65,7 @@ def show(args: argparse.Namespace) -> None:
     try:
         _show(args, config, costs)
     except UserError:
-        found, good = _problems(args, config)
+        found, good = _problems(config)
         kinds = {re.sub(r"\d+", "", str(error)) for error in found}
         if len(found) < 2 or (len(kinds) == 1 and not good):  # one mistake, perhaps in the arguments
             raise
@@ -75,18 +75,14 @@ def show(args: argparse.Namespace) -> None:
         raise UserError(f"{', '.join(args.files)}: {len(found):,} problems{shown}") from None
 
 
-def _problems(args: argparse.Namespace, config: DataConfig) -> tuple[list[UserError], int]:
+def _problems(config: DataConfig) -> tuple[list[UserError], int]:
     """Returns what is wrong with the rows of the files, and the number of groups that can be read.
 
     There are no problems of rows if the files cannot be read for another reason.
     """
     with warnings_hidden():  # shown before
         try:
-            if args.tokenizer is not None:
-                tokenizer = TreeTokenizer.load(args.tokenizer, args.template)
-            else:
-                tokenizer = TreeTokenizer.byte_level(args.template or "chatml")
-            return SampleReader(config, tokenizer).problems()
+            return SampleReader(config, _tokenizer(config)).problems()
         except UserError:
             return [], 0
 
@@ -99,7 +95,9 @@ class _Console(Console):
 
 def _show(args: argparse.Namespace, config: DataConfig, costs: ModelCosts | None) -> None:
     """Prints what the arguments ask for. Raises UserError for malformed input."""
-    tokenizer = _load_tokenizer(args, config)
+    tokenizer = None
+    if config.tokenizer is not None or holds_conversations(next(SampleReader(config).files.groups())):
+        tokenizer = _tokenizer(config)
     decodes = args.show is not None or args.report is not None
     vocab_size = tokenizer.vocab_size if tokenizer is not None and decodes else None
     reader = SampleReader(config, tokenizer, ModelLimits(vocab_size=vocab_size))
@@ -108,16 +106,16 @@ def _show(args: argparse.Namespace, config: DataConfig, costs: ModelCosts | None
     if args.show is not None:
         _print_sample(console, args, reader, tokenizer)
     elif args.report is not None:
-        _print_report(console, args, _trees(args, reader), tokenizer)
+        _print_report(console, args, _trees(reader), tokenizer)
     elif args.json:
-        sizes = [TreeSizes.of(name, tree, costs) for name, tree in _trees(args, reader)]
+        sizes = [TreeSizes.of(name, tree, costs) for name, tree in _trees(reader)]
         trees = [{"id": tree.name, **tree.as_json()} for tree in sizes]
         unfinished = {name.replace(" ", "_"): reader.endings[name] for name in UNFINISHED}
         print(json.dumps({"trees": trees, "all": TreeSizes.total(sizes).as_json(), "answers": unfinished}))
         return
     else:
         ungrouped, boilerplate = UngroupedLines(), TrainedBoilerplate(tokenizer)
-        named = _trees(args, reader, ungrouped)
+        named = _trees(reader, ungrouped)
         sizes = [TreeSizes.of(name, boilerplate.counted(tree), costs) for name, tree in named]
         _print_table(console, sizes, args.limit)
         boilerplate.print(console)
@@ -137,7 +135,7 @@ def _show(args: argparse.Namespace, config: DataConfig, costs: ModelCosts | None
                 console.print(f"{what}: {printable(', '.join(counts))}", highlight=False, markup=False)
         if (advice := ungrouped.advice()) is not None:
             console.print(advice, style="yellow", highlight=False)
-    if tokenizer is not None and args.tokenizer is None:
+    if tokenizer is not None and config.tokenizer is None:
         console.print(
             "these tokens are bytes; use --tokenizer FOLDER to see those of your model", style="yellow"
         )
@@ -221,7 +219,7 @@ class TrainedBoilerplate:
         self._control = {ids[token]: token for token in tokenizer.control_tokens} if tokenizer else {}
         self._control_ids = np.array([*self._control], np.int32)
         self._counts: Counter[int] = Counter()
-        self._empty_blocks = 0
+        self._blocks = self._empty_blocks = 0
 
     def counted(self, tree: TokenTree) -> TokenTree:
         """Counts the trained tokens of all paths of a tree, and returns the tree."""
@@ -229,6 +227,7 @@ class TrainedBoilerplate:
             trained = path.tokens[1:][path.loss_mask[1:] > 0]  # nothing predicts the first token
             self._counts.update(trained[np.isin(trained, self._control_ids)].tolist())
             for start in np.flatnonzero(trained == self._think):
+                self._blocks += 1
                 self._empty_blocks += self._is_empty(trained[start + 1 : start + 1 + BLANK_TOKENS])
         return tree
 
@@ -238,6 +237,14 @@ class TrainedBoilerplate:
         ends = np.flatnonzero(tokens == self._end_think)
         return len(ends) > 0 and not self._tokenizer.decode(tokens[: ends[0]]).strip()
 
+    def _advice(self) -> str:
+        """Returns which variable of the chat template avoids empty blocks, if it has one that works here."""
+        assert self._tokenizer is not None
+        for name, works in (("empty_blocks", True), ("enable_thinking", self._blocks == self._empty_blocks)):
+            if works and name in self._tokenizer.template_variables:
+                return f"; to avoid it, set data.sample.{name} to false"
+        return ""
+
     def print(self, console: Console) -> None:
         """Prints up to two lines."""
         if self._counts:
@@ -246,50 +253,42 @@ class TrainedBoilerplate:
         if self._empty_blocks:
             console.print(
                 f"{self._empty_blocks:,} empty think blocks are trained; some templates write them for turns "
-                "without reasoning; avoid it by a variable such as --sample enable_thinking=false",
+                f"without reasoning{self._advice()}",
                 style="yellow",
                 highlight=False,
                 markup=False,
             )
 
 
-def _load_tokenizer(args: argparse.Namespace, config: DataConfig) -> TreeTokenizer | None:
-    """Returns the requested tokenizer, or the byte tokenizer for conversations, or None for token ids."""
-    if args.tokenizer is not None:
-        return TreeTokenizer.load(args.tokenizer, args.template)
-    if holds_conversations(next(SampleReader(config).files.groups())):
-        return TreeTokenizer.byte_level(args.template or "chatml")
-    return None
+def _tokenizer(config: DataConfig) -> TreeTokenizer:
+    """Returns the requested tokenizer, or the byte tokenizer."""
+    if config.tokenizer is not None:
+        return TreeTokenizer.load(config.tokenizer, config.template)
+    return TreeTokenizer.byte_level(config.template or "chatml")
 
 
-def _trees(
-    args: argparse.Namespace, reader: SampleReader, ungrouped: UngroupedLines | None = None
-) -> Iterator[NamedTree]:
+def _trees(reader: SampleReader, ungrouped: UngroupedLines | None = None) -> Iterator[NamedTree]:
     """Yields (name, tree) for each tree, and shows how much of each file has been read."""
     with progress_bar() as open_file:
         groups = reader.files.groups(open_file)
-        if args.merge == "group":
+        if reader.config.merge == "group":
             for group in groups:
                 tree = reader.tree(group, "first")
                 if ungrouped is not None:
                     ungrouped.add(group, tree)
                 yield group.id, tree
-        elif args.merge == "all":
-            paths = [path for group in groups for path in reader.paths(group)]
-            yield "all", TokenTree.from_paths(paths, "first")
         else:
-            yield from _batch_trees(groups, reader, args.global_batch_groups, args.max_tokens)
+            yield from _batch_trees(groups, reader)
 
 
-def _batch_trees(
-    groups: Iterator[Group], reader: SampleReader, groups_per_batch: int, max_tokens: int
-) -> Iterator[NamedTree]:
+def _batch_trees(groups: Iterator[Group], reader: SampleReader) -> Iterator[NamedTree]:
     """Yields the trees that data.merge = "batch" makes of each global batch, without shuffling."""
     for step in count():
-        paths = [path for group in islice(groups, groups_per_batch) for path in reader.paths(group)]
+        batch = islice(groups, reader.config.global_batch_groups)
+        paths = [path for group in batch for path in reader.paths(group)]
         if not paths:
             return
-        for number, tree in enumerate(merged_trees(paths, max_tokens, "first")):
+        for number, tree in enumerate(merged_trees(paths, reader.config.max_tokens, "first")):
             yield f"batch {step} tree {number}", tree
 
 

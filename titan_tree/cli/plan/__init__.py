@@ -1,8 +1,8 @@
 """Shows how much memory a run will need, before it starts.
 
-titan-tree plan CONFIG.toml                       on the GPUs of this machine, or one
+titan-tree plan CONFIG.toml                       on the GPUs of this machine, or on its CPU
 titan-tree plan CONFIG.toml key=value --gpus 8    on 8 H200s, with other values in the configuration
-titan-tree plan CONFIG.toml --gpus 8 --gpu h100   another GPU: h100, h200, or its memory in GiB
+titan-tree plan CONFIG.toml --gpus 8 --gpu h100   another GPU: h100, h200, or its memory in GiB; or cpu
 titan-tree plan CONFIG.toml --json                the same numbers, for programs
 
 No GPU is needed. The trees come from the data of the configuration, packed as training packs them. What
@@ -10,6 +10,7 @@ layers keep for their backward pass depends on the version of torch, so use that
 compares the results with measurements. `titan-tree bench real CONFIG.toml --steps 6` measures times.
 """
 
+# device.py        the GPU, or the CPU, and its memory
 # workload.py      the steps of a run, from a sample of its data
 # layer_trace.py   what layers keep for their backward pass
 # memory.py        memory, part by part
@@ -23,7 +24,8 @@ from collections.abc import Iterable
 from textwrap import fill
 from typing import Any
 
-from titan_tree.cli.data_arguments import add_plugins_argument
+from titan_tree.cli.data_arguments import add_overrides, add_plugins_argument
+from titan_tree.cli.plan.device import CPU, device_memory
 from titan_tree.errors import UserError, warnings_hidden
 
 
@@ -31,9 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command line of ``titan-tree plan``."""
     add = parser.add_argument
     add("config", metavar="CONFIG.toml", help="the configuration of the run")
-    add("overrides", nargs="*", default=[], metavar="key=value", help="override a key of the configuration")
+    add_overrides(parser)
     add("--gpus", metavar="N", help="number of GPUs (default: those of this machine, or 1)")
-    add("--gpu", default="h200", metavar="NAME", help="h200, h100, or the GPU's memory in GiB")
+    gpu = "h200, h100, the GPU's memory in GiB, or cpu (default: cpu without a GPU and --gpus, else h200)"
+    add("--gpu", metavar="NAME", help=gpu)
     add("--groups", metavar="N", help="groups to sample from the data (default: data.global_batch_groups)")
     add("--json", action="store_true", help="print the numbers as JSON")
     add_plugins_argument(parser)
@@ -41,18 +44,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Runs ``titan-tree plan``. Raises UserError for a wrong configuration, data or arguments."""
-    import torch
-
-    from titan_tree.cli.plan.estimate import estimate
-    from titan_tree.config.toml import COMMANDS, load_tables
+    from titan_tree.config.toml import COMMANDS, load_tables, read_tables
+    from titan_tree.data.readers import find_files
     from titan_tree.run.config import Config, stored_code_refused
 
-    gpus = max(1, torch.cuda.device_count()) if args.gpus is None else _positive("--gpus", args.gpus)
+    gpus = None if args.gpus is None else _positive("--gpus", args.gpus)
     groups = None if args.groups is None else _positive("--groups", args.groups)
+    if args.gpu is not None:
+        device_memory(args.gpu)
     with stored_code_refused(args.config, args.plugins):
         config = load_tables(Config, args.config, args.overrides, skip=COMMANDS)
+        find_files(config.data.files)
+        import torch  # takes seconds, as ``estimate`` does, so check all arguments first
+
+        from titan_tree.cli.plan.estimate import estimate
+
+        here = torch.cuda.device_count()
+        gpu = (args.gpu or ("h200" if gpus or here else CPU)).lower()
+        tables = [table.get("training", {}) for _, table in read_tables(args.config, args.overrides)]
+        if all(table.get("dtype", "auto") == "auto" for table in tables):
+            config.training.dtype = "float32" if gpu == CPU else "bfloat16"
         with warnings_hidden():  # training shows those that matter
-            plan = estimate(config, gpus, args.gpu, groups)
+            plan = estimate(config, gpus or max(1, here if gpu != CPU else 1), gpu, groups)
     print(json.dumps(plan)) if args.json else _print(plan)
 
 
@@ -85,10 +98,11 @@ def _print(plan: dict[str, Any]) -> None:
         ],
     )
     fits = "fits" if plan["fits"] else "does not fit"
+    device = "GPU" if plan["gpu"] != "CPU" else "machine"
     of_gpu = f"{plan['memory_of_gpu'] / 2**30:7.2f}, less {MARGIN:.0%} as a margin: {fits}"
     rows = [(name, f"{size / 2**30:7.2f}") for name, size in sizes.items() if size]
-    rows += [("memory of the GPU", of_gpu), ("largest at", plan["memory_moment"])]
-    _section("GiB on the fullest GPU", rows)
+    rows += [(f"memory of the {device}", of_gpu), ("largest at", plan["memory_moment"])]
+    _section("GiB on the fullest GPU" if plan["gpu"] != "CPU" else "GiB of the fullest process", rows)
     print("notes")
     for note in plan["notes"]:
         print(fill(note, 80, initial_indent="  - ", subsequent_indent="    "))

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from titan_tree.cli.plan.device import CPU, device_memory
 from titan_tree.cli.plan.layer_trace import LayerTrace
-from titan_tree.cli.plan.memory import GIB, RANDOM_ROUTER, MemoryPlan
+from titan_tree.cli.plan.memory import RANDOM_ROUTER, MemoryPlan
 from titan_tree.cli.plan.workload import StepSizes, sample_steps, take_sample
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.distributed.parallelize import check_parallel
@@ -22,25 +23,7 @@ from titan_tree.run.config import Config
 from titan_tree.run.model_setup import build_model_without_weights
 
 MARGIN = 0.05  # of a GPU's memory, for gaps in the allocator and what is not computed
-GPUS = {"h200": 139 * GIB, "h100": 79 * GIB}  # bytes
 TOKENS = ("logical_tokens", "leaf_tokens", "distinct_tokens", "executed_tokens")
-
-
-def gpu_memory(text: str) -> tuple[str, float]:
-    """Returns the name and the bytes of a GPU of ``GPUS``, or of one with that many GiB.
-
-    Raises:
-        UserError: ``text`` is neither a known name nor a positive number.
-    """
-    if text.lower() in GPUS:
-        return text.upper(), GPUS[text.lower()]
-    try:
-        size = float(text)
-    except ValueError:
-        size = math.nan
-    if not 0 < size < math.inf:
-        raise UserError(f"--gpu: expected {', '.join(GPUS)} or a number of GiB, got {text!r}")
-    return f"GPU of {size:g} GiB", size * GIB
 
 
 def estimate(config: Config, gpus: int, gpu: str, num_groups: int | None = None) -> dict[str, Any]:
@@ -49,17 +32,17 @@ def estimate(config: Config, gpus: int, gpu: str, num_groups: int | None = None)
     Args:
         config: configuration of the run.
         gpus: number of GPUs.
-        gpu: kind of the GPUs, see ``gpu_memory``.
+        gpu: kind of the GPUs, see ``device_memory``.
         num_groups: number of groups to sample from the data; None: those of one step.
     Raises:
         UserError: the configuration, the data and the number of GPUs do not fit together.
     """
-    name, available = gpu_memory(gpu)
+    name, available = device_memory(gpu)
     model = build_planned_model(config, gpus)
     reader = build.build_reader(config.data, build.build_tokenizer(config.data, config.model.hf_path), model)
     groups = take_sample(reader, num_groups or config.data.global_batch_groups)
     steps = planned_steps(config, model, reader, gpus, math.ceil(groups / config.data.global_batch_groups))
-    plan = MemoryPlan(model, config, gpus, LayerTrace(model), steps)
+    plan = MemoryPlan(model, config, gpus, LayerTrace(model), steps, on_cpu=gpu == CPU)
     moment, memory = plan.peak()
     random_router = sum(plan.peak(RANDOM_ROUTER)[1].values())
     owners = [owner for step in steps for owner in step]
@@ -123,14 +106,15 @@ def planned_steps(
 
 def _notes(config: Config, plan: MemoryPlan, counts: StepCounts, groups: int, fits: bool) -> list[str]:
     """Returns what the numbers leave out, what training will refuse, and what to do if nothing fits."""
-    notes = [f"activations are those of torch {torch.__version__.partition('+')[0]}"]
+    notes = ["--gpu h200 plans for a GPU"] if plan.on_cpu else []
+    notes += [f"activations are those of torch {torch.__version__.partition('+')[0]}"]
     if plan.gpus > 1 and plan.is_partitioned and config.parallel.reduce_gradients == "every":
         notes.append("trees are partitioned, so training will refuse parallel.reduce_gradients = every")
     if config.data.layout == "tree" and counts.por_samples <= 0:
         notes.append("samples share nothing, so trees save nothing; titan-tree inspect FILE says why")
     if groups % config.data.global_batch_groups:
         notes.append("the sample is smaller than its steps, so groups repeat; raise --groups")
-    if not config.training.compile:
+    if not config.training.compile and not plan.on_cpu:
         notes.append("training.compile = false needs more memory than computed")
     if not fits:
         notes.append(

@@ -14,6 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from titan_tree.cli.plan.device import GIB
 from titan_tree.cli.plan.layer_trace import LayerTrace
 from titan_tree.cli.plan.workload import StepSizes, is_partitioned
 from titan_tree.components.logprobs import BLOCK_ELEMENTS
@@ -33,8 +34,8 @@ from titan_tree.tree.paths import ExpertSizes
 
 Parts = dict[str, float]  # bytes by name
 
-GIB = 2**30
 # Outside of torch's allocator. The sizes are usual ones, not measured here.
+PROGRAM = 0.6 * GIB  # Python and its packages
 CONTEXT = 0.6 * GIB  # CUDA's context, kernels, and the workspace of cuBLAS
 NCCL = 1.5 * GIB  # buffers of the communicators
 # Token copies of the busiest rank, relative to the mean: Qwen3-30B-A3B with random weights, experts over 4
@@ -53,11 +54,19 @@ class MemoryPlan:
         gpus: number of GPUs.
         layers: what the layers of ``model`` keep.
         steps: the sizes of the steps.
+        on_cpu: whether processes of a CPU take the place of GPUs.
     """
 
     def __init__(
-        self, model: Decoder, config: Config, gpus: int, layers: LayerTrace, steps: list[StepSizes]
+        self,
+        model: Decoder,
+        config: Config,
+        gpus: int,
+        layers: LayerTrace,
+        steps: list[StepSizes],
+        on_cpu: bool = False,
     ) -> None:
+        self.on_cpu = on_cpu
         self.model, self.config, self.gpus, self.layers = model, config, gpus, layers
         owners = [owner for step in steps for owner in step]
         passes = [each for owner in owners for each in owner.passes]
@@ -70,7 +79,7 @@ class MemoryPlan:
         self.cached_keys = max(each.cache.keys for each in passes)
         self.cached_states = max(each.cache.states for each in passes)
         self.table_bytes = max(table_bytes(each.tokens, each.keys) for each in passes)  # block lists
-
+        self.mask_size = max(each.tokens * each.keys for each in passes)  # of the reference's dense mask
         self.item = 4 if config.training.dtype == "float32" else 2  # bytes of a number in the computation
         replica, expert_parallel = gpus // config.parallel.replicate, config.parallel.expert_parallel
         self.shards = list(shard_sizes(model, replica, expert_parallel))
@@ -112,9 +121,15 @@ class MemoryPlan:
             "weights": 4.0 * sum(self.shards),
             "optimizer states": sum(map(state_bytes, self.shards)),
             "weights for computation": self.item * self.cast_weights(),
-            "attention block lists": float(self.table_bytes),
-            "CUDA and NCCL": CONTEXT + (NCCL if self.gpus > 1 else 0),
         }
+        if self.on_cpu:
+            # SDPA makes numbers of the mask.
+            parts |= {"attention mask": (1.0 + self.item) * self.mask_size, "program": PROGRAM}
+        else:
+            parts |= {
+                "attention block lists": float(self.table_bytes),
+                "CUDA and NCCL": CONTEXT + (NCCL if self.gpus > 1 else 0),
+            }
         if self.is_partitioned:
             like = torch.empty(0, dtype=getattr(torch, self.config.training.dtype), device="meta")
             share = TokenShard(num_ranks=self.config.parallel.sequence_parallel)

@@ -30,9 +30,9 @@ def refusal(q: Tensor, v: Tensor, scoring: Scoring, deterministic: bool) -> str 
     if deterministic:
         return flex.NOT_DETERMINISTIC
     if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"expected bfloat16 or float16, got {q.dtype}; use 'auto'"
+        return f"expected bfloat16 or float16, got {q.dtype}"
     if q.shape[-1] not in (64, 128):  # wider heads need another block size in the forward or backward pass
-        return f"expected head dim 64 or 128, got {q.shape[-1]}; use 'auto'"
+        return f"expected head dim 64 or 128, got {q.shape[-1]}"
     return plain_only(q, v, scoring)
 
 
@@ -44,9 +44,7 @@ def prepare(layout: TreeLayout, window: int | None = None) -> BlockMask:
     """
     device = layout.positions.device
     if not is_hopper(device):
-        raise UserError(
-            f"TreeAttention: backend 'flash' needs a Hopper GPU, got {device}; use 'auto' or 'flex'"
-        )
+        raise UserError(f"TreeAttention: backend 'flash' needs a Hopper GPU, got {device}; use 'auto'")
     if not _is_installed():
         raise UserError("TreeAttention: backend 'flash' needs flash-attn-4: pip install -e '.[flash]'")
     return flex.prepare(layout, window)

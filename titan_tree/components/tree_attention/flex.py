@@ -54,9 +54,7 @@ def prepare(layout: TreeLayout, window: int | None = None) -> BlockMask:
     """
     device = layout.positions.device
     if device.type != "cuda":
-        raise UserError(
-            f"TreeAttention: backend 'flex' needs a CUDA device, got {device}; use 'reference' on CPUs"
-        )
+        raise UserError(f"TreeAttention: backend 'flex' needs a CUDA device, got {device}; use 'auto'")
     end, key_index = layout.subtree_end, layout.key_index
     depth = None if window is None else layout.key_depths()
 

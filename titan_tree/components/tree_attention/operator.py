@@ -32,9 +32,9 @@ from titan_tree.tree.layout import TreeLayout
 def plain_only(q: Tensor, v: Tensor, scoring: Scoring) -> str | None:
     """Returns a reason to refuse everything but plain softmax over heads of one size, or None."""
     if given := [name for name, value in scoring._asdict().items() if value is not None]:
-        return f"has no {' and '.join(given)}; use 'triton'"
+        return f"has no {' and '.join(given)}"
     if v.shape[-1] != q.shape[-1]:
-        return f"expected values as wide as queries, {q.shape[-1]}, got {v.shape[-1]}; use 'triton'"
+        return f"expected values as wide as queries, {q.shape[-1]}, got {v.shape[-1]}"
     return None
 
 

@@ -126,7 +126,8 @@ class TreeLoss:
 
     Args:
         name: a name in ``LOSSES``, or one given to ``register_loss``.
-        reduction: how token losses are added up, see the module's docstring.
+        reduction: how token losses are added up, see the module's docstring; None: that of the loss, or
+            "path_mean" if the loss has none of its own.
         entropy: coefficient of an entropy bonus: ``entropy * H`` is subtracted from every token's loss.
         kl: a penalty for diverging from a reference policy; None: no penalty.
         correction: weights for the mismatch of rollout_logprobs and old_logprobs; None: all weights are 1.
@@ -141,7 +142,7 @@ class TreeLoss:
     def __init__(
         self,
         name: str = "sft",
-        reduction: Reduction = "path_mean",
+        reduction: Reduction | None = None,
         entropy: float = 0.0,
         kl: KLPenalty | None = None,
         correction: RolloutCorrection | None = None,
@@ -149,7 +150,8 @@ class TreeLoss:
         **options: float,
     ) -> None:
         self.spec = LossSpec.of(name)
-        self.name, self.reduction, self.entropy, self.options = name, reduction, entropy, options
+        self.name, self.entropy, self.options = name, entropy, options
+        self.reduction: Reduction = reduction or self.spec.reduction or "path_mean"
         self.kl, self.correction, self.whiten = kl, correction, whiten
         _check(self)
 

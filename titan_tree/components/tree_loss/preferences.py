@@ -19,7 +19,12 @@ from titan_tree.components.tree_loss.spec import LossAndMetrics, LossSpec, Measu
 from titan_tree.tree.batch import PathPairs
 
 _pair_loss = partial(
-    LossSpec, reduction="path_token_mean", needs_whole_paths=True, compares_paths=True, reads_reference=True
+    LossSpec,
+    reduction="path_token_mean",
+    needs_whole_paths=True,
+    compares_paths=True,
+    reads_reference=True,
+    reads_preferences=True,
 )
 _pair_loss_without_reference = partial(_pair_loss, reads_reference=False)
 

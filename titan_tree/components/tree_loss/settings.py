@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from titan_tree.components.tree_loss.corrections import KLPenalty, RolloutCorrection
 from titan_tree.config.checks import Checked, finite, one_of, require, setting
@@ -67,8 +67,9 @@ class LossConfig(Checked, table="loss"):
     """The loss that TreeLoss computes."""
 
     name: str = setting("sft", one_of(LOSSES))  # Loss function (docs/components/losses.md).
-    # How token losses are added up (docs/concepts.md, "The loss over paths").
-    reduction: Reduction = "path_mean"
+    # How token losses are added up (docs/concepts.md, "The loss over paths"). Default: that of the loss, or
+    # "path_mean" if the loss has none of its own.
+    reduction: Reduction | None = setting(None, one_of(*get_args(Reduction)))
     entropy: float = setting(0.0, finite)  # Coefficient of an entropy bonus.
     whiten: bool = False  # Normalize advantages over the tokens of the global batch (TreePO, REINFORCE++).
     options: dict[str, Any] = setting({})  # Numbers that the loss function takes, such as a clip range.

@@ -56,6 +56,7 @@ class LossSpec:
     corrects_rollout: bool = False  # whether it reads rollout_logprobs and so takes no RolloutCorrection
     # Whether it reads ref_logprobs. In reinforcement learning, the reference model then scores rollouts.
     reads_reference: bool = False
+    reads_preferences: bool = False  # whether it reads preferences, so that every path needs one
     # Whether it reads the pairs. Otherwise the loss of an edge is the same on all paths, and batches may hold
     # one pair per edge (``merged_pairs``).
     reads_pairs: bool = True

@@ -20,7 +20,7 @@ from typing import Any
 from titan_tree.components.tree_tokenizer.messages import REASONING_FIELDS, Message
 from titan_tree.components.tree_tokenizer.template_process import PROCESS
 from titan_tree.config.files import regular
-from titan_tree.errors import UserError, require_unicode
+from titan_tree.errors import UserError, did_you_mean, require_unicode
 
 BUILT_IN = ("chatml", "qwen3")
 MAX_SOURCE = 1 << 18  # characters of a template
@@ -88,9 +88,7 @@ class ChatTemplate:
         except UserError:
             raise
         except FileNotFoundError:
-            close = difflib.get_close_matches(name, BUILT_IN, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise UserError(f"{expected}, got no such file{hint}") from None
+            raise UserError(f"{expected}, got no such file{did_you_mean(name, BUILT_IN)}") from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UserError(f"{expected}; the file cannot be read: {reason}") from None

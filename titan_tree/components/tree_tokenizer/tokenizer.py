@@ -60,6 +60,7 @@ class TreeTokenizer:
         vocab_size: largest id + 1. A model's embedding may have more rows.
         template_fields: the fields of messages, tool calls and tools that the chat template reads by name.
             Empty without a template.
+        template_variables: the variables that the chat template reads. Empty without a template.
         template_reads_clock: whether the chat template can read the current time.
     """
 
@@ -72,6 +73,7 @@ class TreeTokenizer:
         self.control_tokens: frozenset[str] = self._encoder.control_tokens
         self.vocab_size: int = self._encoder.vocab_size
         self.template_fields: frozenset[str] = template.fields if template else frozenset()
+        self.template_variables: frozenset[str] = template.variables if template else frozenset()
         self.template_reads_clock: bool = template is not None and template.reads_clock
 
     @staticmethod

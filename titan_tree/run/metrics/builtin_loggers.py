@@ -21,8 +21,8 @@ from titan_tree.run.metrics.loggers import Logger
 
 logger = logging.getLogger(__name__)
 
-# The values that the line shows, in this order, and those that it omits. Any other value, such as one of your
-# own loss or metric, follows the loss and the reward.
+# The values that the line shows, in this order, and those that it always omits. Any other value, such as one
+# of your own loss or metric, follows the loss and the reward.
 FORMATS = {
     "bad_steps": "{:.0f} bad steps so far",
     "loss": "loss {:.4f}",
@@ -36,6 +36,10 @@ FORMATS = {
     "mfu": "MFU {:.1%}",
     "peak_memory_gib": "{:.1f} GiB",
 }
+FIRST = ("bad_steps", "loss", "reward")
+WIDTH = 100  # columns of a line
+# What a line omits if it has no room, in this order, before metrics of the loss or of your own.
+LEFT_OUT_FIRST = ("executed_tokens_per_s", "mfu", "peak_memory_gib", "por", "lr", "grad_norm")
 OMITTED = {
     "epoch",
     "por_samples",
@@ -84,8 +88,9 @@ class ConsoleLogger(Logger):
         self.bar = self.progress.add_task("training", total=total_steps, completed=start_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        line = f"step {step:{len(str(self.total_steps))}}/{self.total_steps}  {_line(values)}"
-        logger.info("%s%s", line, self._time_left(step) if self.progress.disable else "")
+        start = f"step {step:{len(str(self.total_steps))}}/{self.total_steps}  "
+        end = self._time_left(step) if self.progress.disable else ""
+        logger.info("%s%s%s", start, _line(values, WIDTH - len(start) - len(end)), end)
 
     def _time_left(self, step: int) -> str:
         """Returns how long the remaining steps will take if they are like those since the first one."""
@@ -105,16 +110,19 @@ class ConsoleLogger(Logger):
         self.progress.stop()
 
 
-def _line(values: Mapping[str, float]) -> str:
-    parts = [text.format(values[name]) for name, text in FORMATS.items() if name in values]
-    others = [
-        f"{name} {value:.4f}"
-        for name, value in values.items()
+def _line(values: Mapping[str, float], width: int) -> str:
+    """Returns the text of ``values`` in at most ``width`` columns; ``LEFT_OUT_FIRST`` leave first."""
+    others = {
+        name: f"{name} {{:.4f}}"
+        for name in values
         if name not in FORMATS and name not in OMITTED and not _repeats_loss(name, values)
-    ]
-    after_loss = sum(name in values for name in ("loss", "reward"))
-    parts[after_loss:after_loss] = others
-    return "  ".join(parts)
+    }
+    order = [*FIRST, *others, *(name for name in FORMATS if name not in FIRST)]
+    texts = {name: (FORMATS | others)[name].format(values[name]) for name in order if name in values}
+    for name in (*LEFT_OUT_FIRST, *reversed(others)):
+        if len("  ".join(texts.values())) > width:
+            texts.pop(name, None)
+    return "  ".join(texts.values())
 
 
 def _repeats_loss(name: str, values: Mapping[str, float]) -> bool:

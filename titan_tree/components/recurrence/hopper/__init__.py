@@ -55,5 +55,5 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> 
         return None
     return (
         "needs a GPU of compute capability 9.0, q, k and v in bfloat16, and head dims K and V of 64 or 128; "
-        f"got {q.device}, {q.dtype}, {k.dtype}, {v.dtype}, {q.shape[-1]} and {v.shape[-1]}; use 'triton'"
+        f"got {q.device}, {q.dtype}, {k.dtype}, {v.dtype}, {q.shape[-1]} and {v.shape[-1]}"
     )

@@ -69,16 +69,13 @@ def is_automatic(device: torch.device) -> bool:
 def refusal(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> str | None:
     """See ``RecurrenceBackend.refusal``."""
     if q.device.type != "cuda" and not INTERPRET:
-        return f"needs a CUDA device, got {q.device}; use 'reference', or set TRITON_INTERPRET=1 to debug"
+        return f"needs a CUDA device, got {q.device} (TRITON_INTERPRET=1 emulates one)"
     dtypes = {q.dtype, k.dtype, v.dtype}
     if dtypes not in ({torch.bfloat16}, {torch.float32}):
         return (
             "expected q, k and v all in bfloat16 or all in float32, got "
-            f"{', '.join(sorted(map(str, dtypes)))}; use 'reference' for other dtypes"
+            f"{', '.join(sorted(map(str, dtypes)))}"
         )
     if not {q.shape[-1], v.shape[-1]} <= {16, 32, 64, 128}:
-        return (
-            "expected head dims K and V of 16, 32, 64 or 128, "
-            f"got {q.shape[-1]} and {v.shape[-1]}; use 'reference'"
-        )
+        return f"expected head dims K and V of 16, 32, 64 or 128, got {q.shape[-1]} and {v.shape[-1]}"
     return None

@@ -40,7 +40,7 @@ def refusal(q: Tensor, v: Tensor, scoring: Scoring, deterministic: bool) -> str 
         return plain_only(q, v, scoring)
     return (
         "needs a GPU of compute capability 9.0, bfloat16 or float16, and head dim "
-        f"{', '.join(map(str, dims))}; got {q.device}, {q.dtype}, {q.shape[-1]}; use 'triton'"
+        f"{', '.join(map(str, dims))}; got {q.device}, {q.dtype}, {q.shape[-1]}"
     )
 
 

@@ -43,12 +43,12 @@ def is_automatic(device: torch.device) -> bool:
 def refusal(q: Tensor, v: Tensor, scoring: Scoring, deterministic: bool) -> str | None:
     """See ``AttentionBackend.refusal``."""
     if q.device.type != "cuda" and not INTERPRET:
-        return f"needs a CUDA device, got {q.device}; use 'reference', or set TRITON_INTERPRET=1 to debug"
+        return f"needs a CUDA device, got {q.device} (TRITON_INTERPRET=1 emulates one)"
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"expected bfloat16, float16 or float32, got {q.dtype}; use 'reference' for other dtypes"
+        return f"expected bfloat16, float16 or float32, got {q.dtype}"
     dims = q.shape[-1], v.shape[-1]
     if max(dims) > 256 or dims[0] % 8 or dims[1] % 8:
-        return f"expected multiples of 8 up to 256 as head dims, got {dims[0]} and {dims[1]}; use 'reference'"
+        return f"expected multiples of 8 up to 256 as head dims, got {dims[0]} and {dims[1]}"
     return None
 
 
