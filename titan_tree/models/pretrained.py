@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from titan_tree.errors import UserError, unknown_name, warnings_hidden
 from titan_tree.models import hf
 from titan_tree.models.decoder import Decoder
+from titan_tree.models.decoder_config import ConfigJson, UnsupportedConfigError
 from titan_tree.models.hf.save import MAX_SHARD_BYTES, all_or_nothing, copied_files
 from titan_tree.models.hf.snapshot_files import CONFIG, read_json
 from titan_tree.models.lora.adapters import merge
@@ -24,6 +27,7 @@ from titan_tree.models.tree_model import TreeModel
 from titan_tree.models.weights import WeightShards, whole_weights
 
 Implementation = Literal["auto", "native", "transformers"]
+logger = logging.getLogger(__name__)
 
 
 def load_pretrained(
@@ -43,7 +47,7 @@ def load_pretrained(
         attention: backend of ``TreeAttention``.
         recurrence: backend of ``TreeGDN``, ``TreeKDA`` and ``TreeSSD``.
         implementation: "native": titan_tree's own model. "transformers": the layers of the library
-            transformers. "auto": native if there is such a model.
+            transformers. "auto": native if there is such a model, and it computes what config.json says.
     Raises:
         UserError: a part of the snapshot is missing, unexpected, damaged or of another shape, titan_tree does
             not support the model, or this machine has no such device.
@@ -72,9 +76,32 @@ def model_from_config(
 
     See ``load_pretrained`` for arguments and errors.
     """
-    if implementation == "native" or (implementation == "auto" and _is_native(Path(folder))):
-        return hf.model_from_config(folder, attention, recurrence).to(dtype)
-    return import_transformers().from_config(folder, dtype, attention, recurrence)
+    path, unsupported = Path(folder) / CONFIG, None
+    config = read_json(path)
+    if config.get("auto_map"):
+        _warn_once(f"{path}: auto_map: the snapshot's own code is not run; model_type says what to compute")
+    if implementation == "native" or (implementation == "auto" and _is_native(config)):
+        try:
+            return hf.model_from_config(folder, attention, recurrence).to(dtype)
+        except UnsupportedConfigError as error:
+            if implementation == "native":
+                raise UserError(f'{error}; set model.implementation = "auto"') from None
+            unsupported = error
+    try:
+        model = import_transformers().from_config(folder, dtype, attention, recurrence)
+    except UserError as error:
+        if unsupported is None:
+            raise
+        reason = str(error).removeprefix(f"{path}: ")[:220]
+        raise UserError(f"{unsupported}; with the layers of transformers: {reason}") from None
+    if unsupported is not None:
+        _warn_once(f"{unsupported}; therefore, it runs with the layers of transformers")
+    return model
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def load_weights(
@@ -141,9 +168,9 @@ def save_pretrained(
             shutil.copyfile(file, temporary / file.name)
 
 
-def _is_native(folder: Path) -> bool:
-    """Returns whether "auto" chooses titan_tree's own model, which also refuses a config without a type."""
-    model_type = read_json(folder / CONFIG).get("model_type")
+def _is_native(config: ConfigJson) -> bool:
+    """Returns whether titan_tree has a model of this type. Its own code also refuses a config without one."""
+    model_type = config.get("model_type")
     return not isinstance(model_type, str) or any(
         model_type in MODELS[name].hf_architectures for name in MODELS
     )
