@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.oracle import hf_model, path_logprobs
 from tests.support.snapshots import assert_scores_like, edit_config, same_weights
@@ -16,6 +16,7 @@ from titan_tree.errors import UserError
 from titan_tree.models.hf import model_from_config, read_weights
 from titan_tree.models.hf import save as module
 from titan_tree.models.pretrained import build_model, load_pretrained, save_pretrained
+from titan_tree.models.settings import MODELS
 from titan_tree.models.weights import whole_weights
 from titan_tree.scoring.score_trees import tree_logprobs
 
@@ -104,6 +105,80 @@ def test_tokenizer_and_special_tokens_are_copied_from_the_source(written, snapsh
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 7
     with pytest.raises(UserError, match=r"config.json or tokenizer files, found neither"):
         save_pretrained(load_pretrained(snapshot), tmp_path / "other", source=tmp_path)
+
+
+OWN_CODE = {
+    "configuration_own.py": "from transformers import Qwen3Config as OwnConfig\n",
+    "modeling_own.py": "from transformers import Qwen3ForCausalLM as OwnModel\n",
+    "tokenization_own.py": """from pathlib import Path
+from transformers import PreTrainedTokenizer
+
+class OwnTokenizer(PreTrainedTokenizer):
+    vocab_files_names = {"vocab_file": "tiktoken.model"}
+
+    def __init__(self, vocab_file, **options):
+        self.vocabulary = Path(vocab_file).read_text().split()
+        super().__init__(**options)
+
+    vocab_size = property(lambda self: len(self.vocabulary))
+
+    def get_vocab(self):
+        return {token: i for i, token in enumerate(self.vocabulary)}
+
+    def _tokenize(self, text):
+        return text.split()
+
+    def _convert_token_to_id(self, token):
+        return self.vocabulary.index(token)
+""",
+}
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_exports_of_snapshots_with_code_of_their_own_load(
+    snapshot, implementation, tmp_path, monkeypatch, caplog
+):
+    """The tokenizer's code and files come along. The model's code is not named, because it has not run."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    for name, code in OWN_CODE.items():
+        (snapshot / name).write_text(code)
+    (snapshot / "tiktoken.model").write_text("a b c")
+    (snapshot / "additional_chat_templates").mkdir()
+    (snapshot / "additional_chat_templates/tool_use.jinja").write_text("{{ tools }}")
+    own = {
+        "tokenizer_class": "OwnTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]},
+    }
+    (snapshot / "tokenizer_config.json").write_text(json.dumps(own))
+    own = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    edit_config(snapshot, auto_map=own)
+    for name in ("README.md", "optimizer.pt", ".gitattributes", "trainer_state.json"):
+        (snapshot / name).write_text("of the source")
+    model = load_pretrained(snapshot, dtype=torch.float32, implementation=implementation)
+    assert "auto_map: the snapshot's own code is not run" in caplog.text
+    out = tmp_path / "out"
+    save_pretrained(model, out, source=snapshot)
+    again, info = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, output_loading_info=True)
+    assert not any(info.values()), info
+    assert type(again).__module__ == "transformers.models.qwen3.modeling_qwen3"
+    tokenizer = AutoTokenizer.from_pretrained(out, trust_remote_code=True)
+    assert tokenizer("c a")["input_ids"] == [2, 0]
+    assert tokenizer.chat_template == {"tool_use": "{{ tools }}"}
+    names = {file.name for file in out.iterdir()} - {"generation_config.json"}
+    assert names == {*OWN_CODE, *("additional_chat_templates", "config.json", "model.safetensors")} | {
+        "tiktoken.model",
+        "tokenizer_config.json",
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_loads_every_tensor_of_an_export_and_no_more(name, tmp_path, caplog):
+    save_pretrained(build_model(name, "debug"), tmp_path / "out", max_shard_bytes=10**6)
+    caplog.clear()
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    assert not caplog.text
 
 
 def test_both_spellings_of_rope_are_read(snapshot):

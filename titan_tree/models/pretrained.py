@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from titan_tree.errors import UserError, unknown_name, warnings_hidden
 from titan_tree.models import hf
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.decoder_config import ConfigJson, UnsupportedConfigError
-from titan_tree.models.hf.save import MAX_SHARD_BYTES, all_or_nothing, copied_files
+from titan_tree.models.hf.save import MAX_SHARD_BYTES, all_or_nothing, copied_files, copy_files
 from titan_tree.models.hf.snapshot_files import CONFIG, read_json
 from titan_tree.models.lora.adapters import merge
 from titan_tree.models.settings import MODELS
@@ -148,9 +147,9 @@ def save_pretrained(
         folder: must be empty or not exist.
         state_dict: the weights, by the model's names; needed if the model's own are sharded.
         source: the snapshot that the model was loaded from. The export copies its tokenizer and processor
-            files. That of a ``Decoder`` also keeps its weights that were not loaded (vision, prediction of
-            several tokens), and the fields of config.json that the model does not know, such as special
-            token ids.
+            files, with the code that these need, and drops ``auto_map`` of config.json. That of a ``Decoder``
+            also keeps its weights that were not loaded (vision, prediction of several tokens), and the fields
+            of config.json that do not change the model, such as special token ids.
         max_shard_bytes: maximum size of a weight file, unless a single tensor is larger.
     Raises:
         UserError: ``folder`` is taken, ``source`` is no snapshot or of another family, or writing failed.
@@ -164,8 +163,8 @@ def save_pretrained(
     files = [] if source is None else copied_files(Path(source))
     with all_or_nothing(Path(folder)) as temporary:
         import_transformers().save(model, temporary, weights, max_shard_bytes)
-        for file in files:
-            shutil.copyfile(file, temporary / file.name)
+        if source is not None:
+            copy_files(Path(source), files, temporary)
 
 
 def _is_native(config: ConfigJson) -> bool:
