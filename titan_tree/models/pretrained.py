@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import logging
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,14 +17,13 @@ from titan_tree.models import hf
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.decoder_config import ConfigJson, UnsupportedConfigError
 from titan_tree.models.hf.save import MAX_SHARD_BYTES, all_or_nothing, copied_files, copy_files
-from titan_tree.models.hf.snapshot_files import CONFIG, read_json
+from titan_tree.models.hf.snapshot_files import CONFIG, read_json, warn_once
 from titan_tree.models.lora.adapters import merge
 from titan_tree.models.settings import MODELS
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.models.weights import WeightShards, whole_weights
 
 Implementation = Literal["auto", "native", "transformers"]
-logger = logging.getLogger(__name__)
 
 
 def load_pretrained(
@@ -78,7 +75,7 @@ def model_from_config(
     path, unsupported = Path(folder) / CONFIG, None
     config = read_json(path)
     if config.get("auto_map"):
-        _warn_once(f"{path}: auto_map: the snapshot's own code is not run; model_type says what to compute")
+        warn_once(f"{path}: auto_map: the snapshot's own code is not run; model_type says what to compute")
     if implementation == "native" or (implementation == "auto" and _is_native(config)):
         try:
             return hf.model_from_config(folder, attention, recurrence).to(dtype)
@@ -94,13 +91,8 @@ def model_from_config(
         reason = str(error).removeprefix(f"{path}: ")[:220]
         raise UserError(f"{unsupported}; with the layers of transformers: {reason}") from None
     if unsupported is not None:
-        _warn_once(f"{unsupported}; therefore, it runs with the layers of transformers")
+        warn_once(f"{unsupported}; therefore, it runs with the layers of transformers")
     return model
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)
 
 
 def load_weights(
