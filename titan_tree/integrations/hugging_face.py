@@ -47,7 +47,7 @@ REFUSED_SETTINGS = {
     "activation_offloading": "use gradient_checkpointing or max_tokens",
     "label_smoothing_factor": "it needs logits of all tokens; leave it out",
 }
-# Types of adapters of PEFT that change each token by itself, so that its result is right for all of its paths.
+# Types of PEFT's adapters that change each token by itself, so that its result is right for all of its paths.
 # Others depend on rows, as prompt learning and XLORA, mix tokens (LILY), or draw random numbers (PVERA).
 TOKENWISE = frozenset(
     {
@@ -56,10 +56,10 @@ TOKENWISE = frozenset(
         *("ROAD", "SHIRA", "SUPERTUNING", "TINYLORA", "UNILORA", "VBLORA", "VERA", "WAVEFT"),
     }
 )
-# Options with which LoRA is such an adapter. Activated LoRA (aLoRA), for example, counts from the end of a row.
+# Options with which LoRA is such an adapter. Activated LoRA (aLoRA), in contrast, counts from a row's end.
 LORA_OPTIONS = KNOWN_FIELDS | {
     *("corda_config", "eva_config", "fan_in_fan_out", "loftq_config", "lora_bias", "lora_ga_config"),
-    *("modules_to_save", "use_dora", "use_qalora"),
+    *("modules_to_save", "use_dora"),
 }
 
 
@@ -195,8 +195,8 @@ def _check_trainer(trainer: Any) -> None:
     """Raises UserError if a setting of the trainer cannot be used on trees."""
     if not isinstance(trainer, Trainer):
         raise UserError(
-            f"treeify: expected a trainer of transformers or TRL, got {type(trainer).__name__}; make a trainer "
-            "of the model, and call treeify(trainer) before trainer.train()"
+            f"treeify: expected a trainer of transformers or TRL, got {type(trainer).__name__}; make a "
+            "trainer of the model, and call treeify(trainer) before trainer.train()"
         )
 
     def refuse(setting: str, expected: object, got: object, reason: str) -> None:
