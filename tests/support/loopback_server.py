@@ -60,7 +60,8 @@ def server(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             elif isinstance(content, int):
                 self.send_error(content, "on purpose")
             else:
-                if "completion_tokens" in (usage := content.get("usage", {})):
+                usage = content.get("usage", {}) if isinstance(content, dict) else {}
+                if "completion_tokens" in usage:
                     read = request.get("prompt") or request.get("token_ids")
                     content = content | {"usage": {"prompt_tokens": len(read)} | usage}
                 body = json.dumps(content).encode()

@@ -24,7 +24,12 @@ class Qwen3Config(DecoderConfig):
     """Sizes of a Qwen3 model, by Hugging Face's names."""
 
     title = "Qwen3"
-    hf_read = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
+    hf_read: ClassVar[tuple[str, ...]] = (
+        "layer_types",
+        "max_window_layers",
+        "sliding_window",
+        "use_sliding_window",
+    )
 
     intermediate_size: int = required(positive_int)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -39,11 +39,12 @@ class HybridConfig(GatedDeltaNetConfig):
 
     title = "Qwen3.5"
     hf_optional = (*GatedDeltaNetConfig.hf_optional, "partial_rotary_factor", "full_attention_interval")
-    hf_accepted = GatedDeltaNetConfig.hf_accepted | {
+    hf_accepted: ClassVar[Mapping[str, Collection[object]]] = {
+        **GatedDeltaNetConfig.hf_accepted,
         "attn_output_gate": (True,),
         "output_gate_type": ("swish", "silu"),
     }
-    hf_read = ("layer_types",)
+    hf_read: ClassVar[tuple[str, ...]] = ("layer_types",)
 
     head_dim: int = setting(256, positive_int)
     rope_theta: float = setting(1e7, positive_number)

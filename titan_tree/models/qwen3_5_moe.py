@@ -9,7 +9,7 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -98,7 +98,11 @@ class Qwen3NextConfig(Qwen35MoeConfig):
     """Sizes of a Qwen3-Next model, by Hugging Face's names."""
 
     title = "Qwen3-Next"
-    hf_accepted = Qwen35MoeConfig.hf_accepted | {"decoder_sparse_step": (1,), "norm_topk_prob": (True,)}
+    hf_accepted: ClassVar[Mapping[str, Collection[object]]] = {
+        **Qwen35MoeConfig.hf_accepted,
+        "decoder_sparse_step": (1,),
+        "norm_topk_prob": (True,),
+    }
 
     def to_hf(self) -> ConfigJson:
         return super().to_hf() | {

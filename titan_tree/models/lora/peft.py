@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_tree.components.lora import Factors, LoRA, is_factor, matrix_shape
-from titan_tree.config.checks import finite, positive_int, positive_number
+from titan_tree.config.checks import positive_int, positive_number
 from titan_tree.errors import UserError, shorten
 from titan_tree.models.hf.names import model_name
 from titan_tree.models.hf.save import all_or_nothing, snapshot_prefix, write_tensors
@@ -289,7 +289,8 @@ def _check_config(config: Mapping[str, object], path: Path) -> None:
     require("target_parameters", "a list of names", parameters is None or isinstance(parameters, list))
     # It acts in PEFT's training alone, and would give the paths of a token different masks.
     if dropout := config.get("lora_dropout"):
-        require("lora_dropout", "a number from 0 to 1", finite(dropout) is None and 0 < dropout < 1)
+        right = isinstance(dropout, (int, float)) and 0 < dropout < 1
+        require("lora_dropout", "a number from 0 to 1", right)
         warn_once(f"{path}: lora_dropout: {dropout} is taken for 0, also in further training")
     for field, value in config.items():
         require(
