@@ -62,7 +62,7 @@ def server(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             else:
                 usage = content.get("usage", {}) if isinstance(content, dict) else {}
                 if "completion_tokens" in usage:
-                    read = request.get("prompt") or request.get("token_ids")
+                    read = request.get("prompt") or request.get("token_ids") or []
                     content = content | {"usage": {"prompt_tokens": len(read)} | usage}
                 body = json.dumps(content).encode()
                 self.send_response(200)
