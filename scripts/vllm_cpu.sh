@@ -22,10 +22,10 @@ if [[ ! -e $venv/ready ]]; then
 fi
 (($#)) || exit 0
 
-# The commands that change weights, and a small cache. Nothing is downloaded or reported.
+# The commands that change weights, the endpoint of sampling masks (--enable-scale-out), and a small cache. Nothing is downloaded or reported.
 export VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1
 export VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 # With chunked prefill, a seeded request whose prompt is split over two passes ends the server: on a CPU, torch's
 # generators of random numbers have no offset.
 exec "$venv/bin/vllm" serve "$@" --served-model-name policy --dtype float32 --host 127.0.0.1 \
-    --generation-config vllm --enforce-eager --no-enable-chunked-prefill
+    --generation-config vllm --enforce-eager --no-enable-chunked-prefill --enable-scale-out

@@ -13,7 +13,7 @@ from tests.support.trl_runs import make_other, save_model
 
 pytest.importorskip("trl")
 
-from peft import LoraConfig, PromptTuningConfig
+from peft import LoKrConfig, LoraConfig, PromptTuningConfig
 from transformers import BitsAndBytesConfig
 from trl import SFTTrainer
 
@@ -115,13 +115,26 @@ def test_what_cannot_run_on_trees_is_refused(folder: Path, name: str) -> None:
             LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]),
             "output projection: expected torch.nn.Linear",
         ),
-        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "got prompt learning"),
+        (
+            PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+            "WAVEFT on trees, got PROMPT_TUNING",
+        ),
+        (
+            LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[5]),
+            "SFTTrainer: peft_config.alora_invocation_tokens: expected none on trees, got [5]",
+        ),
+        (LoKrConfig(target_modules=["q_proj"], rank_dropout=0.1), "peft_config.rank_dropout: expected 0 on"),
     ],
 )
 def test_adapters_that_cannot_run_on_trees_are_refused(folder: Path, adapter: Any, message: str) -> None:
     trainer = make_other(SFTTrainer, folder, adapter=adapter)
     with pytest.raises(UserError, match=re.escape(message)):
         treeify(trainer)
+
+
+def test_a_model_in_place_of_a_trainer_is_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"treeify: expected a trainer .* got Linear; make a trainer of the"):
+        treeify(torch.nn.Linear(2, 2))
 
 
 def test_fp16_is_refused(folder: Path) -> None:

@@ -8,15 +8,17 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.oracle import hf_model
+from tests.support.oracle import hf_model, path_logprobs
 from tests.support.snapshots import assert_scores_like, edit_config, same_weights
 from titan_tree.errors import UserError
 from titan_tree.models.hf import model_from_config, read_weights
 from titan_tree.models.hf import save as module
 from titan_tree.models.pretrained import build_model, load_pretrained, save_pretrained
+from titan_tree.models.settings import MODELS
 from titan_tree.models.weights import whole_weights
+from titan_tree.scoring.score_trees import tree_logprobs
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -105,6 +107,80 @@ def test_tokenizer_and_special_tokens_are_copied_from_the_source(written, snapsh
         save_pretrained(load_pretrained(snapshot), tmp_path / "other", source=tmp_path)
 
 
+OWN_CODE = {
+    "configuration_own.py": "from transformers import Qwen3Config as OwnConfig\n",
+    "modeling_own.py": "from transformers import Qwen3ForCausalLM as OwnModel\n",
+    "tokenization_own.py": """from pathlib import Path
+from transformers import PreTrainedTokenizer
+
+class OwnTokenizer(PreTrainedTokenizer):
+    vocab_files_names = {"vocab_file": "tiktoken.model"}
+
+    def __init__(self, vocab_file, **options):
+        self.vocabulary = Path(vocab_file).read_text().split()
+        super().__init__(**options)
+
+    vocab_size = property(lambda self: len(self.vocabulary))
+
+    def get_vocab(self):
+        return {token: i for i, token in enumerate(self.vocabulary)}
+
+    def _tokenize(self, text):
+        return text.split()
+
+    def _convert_token_to_id(self, token):
+        return self.vocabulary.index(token)
+""",
+}
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_exports_of_snapshots_with_code_of_their_own_load(
+    snapshot, implementation, tmp_path, monkeypatch, caplog
+):
+    """The tokenizer's code and files come along. The model's code is not named, because it has not run."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    for name, code in OWN_CODE.items():
+        (snapshot / name).write_text(code)
+    (snapshot / "tiktoken.model").write_text("a b c")
+    (snapshot / "additional_chat_templates").mkdir()
+    (snapshot / "additional_chat_templates/tool_use.jinja").write_text("{{ tools }}")
+    own = {
+        "tokenizer_class": "OwnTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]},
+    }
+    (snapshot / "tokenizer_config.json").write_text(json.dumps(own))
+    own = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    edit_config(snapshot, auto_map=own)
+    for name in ("README.md", "optimizer.pt", ".gitattributes", "trainer_state.json"):
+        (snapshot / name).write_text("of the source")
+    model = load_pretrained(snapshot, dtype=torch.float32, implementation=implementation)
+    assert "auto_map: the snapshot's own code is not run" in caplog.text
+    out = tmp_path / "out"
+    save_pretrained(model, out, source=snapshot)
+    again, info = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, output_loading_info=True)
+    assert not any(info.values()), info
+    assert type(again).__module__ == "transformers.models.qwen3.modeling_qwen3"
+    tokenizer = AutoTokenizer.from_pretrained(out, trust_remote_code=True)
+    assert tokenizer("c a")["input_ids"] == [2, 0]
+    assert tokenizer.chat_template == {"tool_use": "{{ tools }}"}
+    names = {file.name for file in out.iterdir()} - {"generation_config.json"}
+    assert names == {*OWN_CODE, *("additional_chat_templates", "config.json", "model.safetensors")} | {
+        "tiktoken.model",
+        "tokenizer_config.json",
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_loads_every_tensor_of_an_export_and_no_more(name, tmp_path, caplog):
+    save_pretrained(build_model(name, "debug"), tmp_path / "out", max_shard_bytes=10**6)
+    caplog.clear()
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    assert not caplog.text
+
+
 def test_both_spellings_of_rope_are_read(snapshot):
     edit_config(snapshot, rope_parameters=..., rope_theta=5e5, rope_scaling=None)
     assert model_from_config(snapshot).config.rope_theta == 5e5
@@ -128,7 +204,7 @@ def test_a_tied_model_may_store_its_embedding_twice_if_both_are_equal(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type: gpt2 has not been tested on trees; expected one of bailing"),
+        ({"model_type": "gpt2"}, "model_type: expected one of qwen3, .*, got gpt2"),
         ({"architectures": ["Qwen3ForTokenClassification"]}, "architectures: expected .*Qwen3ForCausalLM"),
         (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4}},
@@ -137,14 +213,21 @@ def test_a_tied_model_may_store_its_embedding_twice_if_both_are_equal(tmp_path):
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "RoPE of type default only"),
         ({"rope_parameters": ...}, "missing rope_theta"),
         ({"head_dim": ...}, "missing head_dim"),
-        ({"attention_bias": True}, "attention_bias: .* supports false only, got True"),
-        ({"hidden_act": "gelu"}, "hidden_act: .* supports silu only, got gelu"),
+        (
+            {"attention_bias": True},
+            "attention_bias: .* supports null, false, 0 or no such .*, got True",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act: .* supports silu only, got 'gelu'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: .* full_attention only"),
         (
             {"layer_types": ..., "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
             "max_window_layers",
         ),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: .* unquantized"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: .* null, false, 0"),
+        ({"attn_logit_softcapping": 50.0}, 'attn_logit_softcapping: .* got 50.0; set model.impl.* = "auto"'),
+        ({"rope_parameters": {"rope_theta": 1e4, "factor": 2.0}}, "RoPE without \\['factor'\\] only"),
+        ({"new\nfield" * 99: {"text": "a\nb" * 999}}, "config.json: new.nfield.* only, got .'text': 'a"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: .* RoPE on whole heads only, got 0.5"),
         ({"vocab_size": "61"}, "vocab_size: expected an integer > 0, got '61'"),
         ({"rms_norm_eps": True}, "rms_norm_eps: expected a finite number > 0, got True"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false, got 1"),
@@ -157,7 +240,7 @@ def test_a_tied_model_may_store_its_embedding_twice_if_both_are_equal(tmp_path):
 def test_an_unsupported_config_is_refused(snapshot, changes, message):
     edit_config(snapshot, **changes)
     with pytest.raises(UserError, match=message) as error:
-        load_pretrained(snapshot)
+        load_pretrained(snapshot, implementation="native")
     assert "\n" not in str(error.value)
     assert str(snapshot) in str(error.value)
 
@@ -182,6 +265,54 @@ def test_a_device_that_the_machine_lacks_is_one_line(snapshot, device):
         UserError, match=f"^device: expected one of this machine, such as cpu, got {device}: "
     ):
         load_pretrained(snapshot, device=device)
+
+
+ROPE = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+OTHER_LAYERS = {
+    "yarn": ({"rope_parameters": ROPE | {"rope_type": "yarn"}}, "rope_parameters"),
+    "llama3": (
+        {"rope_parameters": ROPE | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+        "rope_parameters",
+    ),
+    "linear": ({"rope_parameters": {**ROPE, "rope_type": "linear"}}, "rope_parameters"),
+    "bias": ({"attention_bias": True}, "attention_bias"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act"),
+    "window": (
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+        "layer_types",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_LAYERS)
+def test_what_the_native_model_lacks_runs_with_the_layers_of_transformers(tmp_path, name, caplog):
+    """Exactly, in one pass and in partitions, and so does its export."""
+    changes, field = OTHER_LAYERS[name]
+    hf = hf_model(True, **changes)
+    hf.save_pretrained(tmp_path / "in")
+    model = load_pretrained(tmp_path / "in", dtype=torch.float32)
+    assert f"{field}: titan_tree's Qwen3 supports " in caplog.text
+    assert "; therefore, it runs with the layers of transformers" in caplog.text
+    save_pretrained(model, tmp_path / "out", source=tmp_path / "in")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    trunk = [3, 1, 4, 1, 5, 9, 2, 6] * 4  # longer than the window, and than the original positions
+    paths = [[*trunk, 5, 3, 5], [*trunk, 9, 7], [*trunk[:20], 9, 3, 2], trunk[:11]]
+    with torch.no_grad():
+        for max_tokens in (None, 12):
+            for got, path in zip(tree_logprobs(model, paths, max_tokens), paths, strict=True):
+                for theirs in (hf, again):
+                    torch.testing.assert_close(got, path_logprobs(theirs, path), rtol=1e-5, atol=1e-5)
+
+
+def test_what_neither_computes_is_refused_with_both_reasons(snapshot):
+    edit_config(snapshot, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e6, "factor": 4})
+    with pytest.raises(UserError) as error:
+        load_pretrained(snapshot)
+    for reason in (
+        "RoPE of type default only",
+        "; with the layers of transformers: rope_type: dynamic changes",
+    ):
+        assert reason in str(error.value)
 
 
 def test_a_sliding_window_that_no_layer_uses_changes_nothing(written, snapshot):

@@ -5,15 +5,17 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import nn
 from transformers import PreTrainedModel
 
 from tests.models.test_transformers import PATHS, oracle
-from tests.support.hf_families import hf_family
+from tests.support.hf_families import hf_family, hf_logprobs
 from titan_tree.components.tree_loss.loss import TreeLoss
 from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
+from titan_tree.integrations.hugging_face import TOKENWISE
 from titan_tree.models.transformers.in_place import InPlaceModel
 from titan_tree.scoring.score_trees import tree_logprobs
 from titan_tree.tree.paths import TokenPath
@@ -101,3 +103,45 @@ def test_an_adapted_output_projection_is_refused() -> None:
     model = InPlaceModel(hf)
     with pytest.raises(UserError, match="model: lm_head: expected the linear that it was, got Linear; leave"):
         model.wrapped_by(with_lora(hf, "lm_head"))
+
+
+ADAPTERS = {
+    **{name: {} for name in TOKENWISE},
+    "BOFT": {"boft_block_size": 4},
+    "C3A": {"block_size": 8},
+    "FOURIERFT": {"n_frequency": 16},
+    "IA3": {"feedforward_modules": []},
+    "LN_TUNING": {"target_modules": ["input_layernorm"]},
+    "LORA": {"use_dora": True, "use_rslora": True},
+    "MISS": {"r": 8},
+    "OFT": {"oft_block_size": 4, "r": 0},
+    "PSOFT": {"r": 4},
+    "ROAD": {"group_size": 4},
+    "SHIRA": {"r": 4},
+    "VBLORA": {"vector_length": 8, "num_vectors": 16},
+    "WAVEFT": {"n_frequency": 16},
+}
+
+
+@pytest.mark.parametrize("name", sorted(ADAPTERS))
+def test_adapters_that_treeify_accepts_change_each_token_by_itself(name: str) -> None:
+    config = PEFT_TYPE_TO_CONFIG_MAPPING[name]
+    options = {"target_modules": ["q_proj", "v_proj"]} | ADAPTERS[name]
+    peft = get_peft_model(hf_family("qwen3"), config(task_type="CAUSAL_LM", **options)).train()
+    trained = [parameter for parameter in peft.parameters() if parameter.requires_grad]
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    want = [hf_logprobs(peft, path) for path in PATHS]
+    gradients = torch.autograd.grad(torch.cat(want).sum(), trained, allow_unused=True)
+    view = InPlaceModel(peft.get_base_model())
+    view.wrapped_by(peft)
+    got = tree_logprobs(view, PATHS)
+    torch.testing.assert_close(torch.cat(got), torch.cat(want), rtol=1e-5, atol=1e-5)
+    mine = torch.autograd.grad(torch.cat(got).sum(), trained, allow_unused=True)
+    for gradient, expected in zip(mine, gradients, strict=True):
+        if expected is not None:
+            assert (gradient - expected).norm() <= 1e-4 * expected.norm() + 1e-7
+    with torch.no_grad(), peft.disable_adapter():
+        assert max((hf_logprobs(peft, p) - w).abs().max() for p, w in zip(PATHS, want, strict=True)) > 1e-2

@@ -83,11 +83,27 @@ def test_the_first_published_form_of_a_config_loads(tmp_path) -> None:
     assert_scores_like(load_pretrained(tmp_path, torch.float32), hf)
 
 
-def test_other_scalings_are_refused(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "RoPE of type default and llama3 only"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "llama3 with factor, low_freq_factor,"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling: .* default and llama3"),
+        ({"original_max_position_embeddings": 8}, "original_max_position_embeddings in rope_parameters only"),
+        ({"mlp_bias": True}, "mlp_bias: titan_tree's Llama supports null, false, 0 or no such field only"),
+    ],
+)
+def test_what_the_model_does_not_compute_is_refused(tmp_path, changes, message) -> None:
     hf_model().save_pretrained(tmp_path)
-    edit_config(tmp_path, rope_parameters={"rope_type": "yarn", "factor": 2.0})
-    with pytest.raises(UserError, match="titan_tree's Llama supports RoPE of type default and llama3 only"):
-        load_pretrained(tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(UserError, match=message):
+        load_pretrained(tmp_path, implementation="native")
+
+
+def test_a_config_without_the_epsilon_of_norms_has_that_of_transformers(tmp_path) -> None:
+    hf_model().save_pretrained(tmp_path)
+    edit_config(tmp_path, rms_norm_eps=...)
+    assert load_pretrained(tmp_path).config.rms_norm_eps == 1e-6
 
 
 @pytest.mark.parametrize("flavor", NUM_PARAMETERS)

@@ -24,6 +24,7 @@ from titan_tree.distributed.parallelize import parallelize, weight_shards
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.lora.adapters import adaptable, add_lora, init_lora
+from titan_tree.models.lora.peft import read_adapter
 from titan_tree.models.pretrained import build_model
 from titan_tree.models.transformers import TransformersModel
 from titan_tree.models.weights import whole_weights
@@ -298,7 +299,8 @@ def test_updates_of_zero_change_no_experts_of_transformers(name: str) -> None:
         ),
         ({"target_parameters": 5}, "target_parameters: expected a list of names, got 5"),
         ({"bias": "lora_only"}, "bias: expected 'none', got 'lora_only'"),
-        ({"lora_dropout": 0.1}, "lora_dropout: expected an adapter that is plain LoRA"),
+        ({"lora_dropout": "0.1"}, "lora_dropout: expected a number from 0 to 1, got '0.1'"),
+        ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens: expected an adapter that is plain LoRA"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights: expected an initialization that keeps"),
         ({"r": 8}, "expected a tensor of shape (8, 48), got (4, 48)"),
         ({"r": 0}, "r: expected an integer > 0, got 0"),
@@ -318,6 +320,35 @@ def test_adapters_that_are_more_than_lora_are_refused(
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(UserError, match=re.escape(message)):
         load_adapter(tree_model(hf_model(True)), tmp_path)
+
+
+def test_dropout_of_an_adapter_is_taken_for_0(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As in PEFT's evaluation. A line says once that further training has none either."""
+    _, peft = with_peft("qwen3", lora_dropout=0.05)
+    peft.save_pretrained(tmp_path / "in")
+    model = tree_model(hf_model(True))
+    for _ in range(2):
+        read_adapter(model, tmp_path / "in")
+    load_adapter(model, tmp_path / "in")
+    assert caplog.text.count("lora_dropout: 0.05 is taken for 0, also in further training") == 1
+    with torch.no_grad():
+        for got, path in zip(tree_logprobs(model, PATHS), PATHS, strict=True):
+            torch.testing.assert_close(got, hf_logprobs(peft, path), rtol=1e-5, atol=1e-5)
+    save_adapter(model, tmp_path / "out")
+    assert json.loads((tmp_path / "out/adapter_config.json").read_text())["lora_dropout"] == 0
+
+
+def test_factors_of_single_experts_are_refused(tmp_path: Path) -> None:
+    """vLLM reads such adapters. PEFT, which adapts fused experts as parameters, does not."""
+    _, peft = with_peft("qwen3_moe")
+    peft.save_pretrained(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    key = "base_model.model.model.layers.0.mlp.experts.3.gate_proj.lora_A.weight"
+    save_file(load_file(file) | {key: torch.zeros(4, 32)}, file)
+    with pytest.raises(
+        UserError, match=r"qwen3_moe; experts need PEFT's target_parameters, with all experts"
+    ):
+        load_adapter(tree_model(hf_model(False, kind="Qwen3Moe")), tmp_path)
 
 
 def test_adapters_of_other_models_are_refused(tmp_path: Path) -> None:

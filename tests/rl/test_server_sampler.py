@@ -97,8 +97,11 @@ def test_a_server_that_never_answers_ends_the_run() -> None:
         ({}, "expected one choice with token_ids"),
         (
             {"choices": [{"text": "no ids"}], "usage": {}},
-            "a version of vLLM that knows return_token",
+            "got no 'token_ids' in .*; use a version of vLLM that knows return_token",
         ),
+        (turn([1, STOP], usage={"prompt_tokens": 1}), "got no 'completion_tokens' in "),
+        (turn([1, STOP], usage={"snekot_noitelpmoc": 2, "prompt_tokens": 1}), "got no 'completion_tokens'"),
+        (turn([1, STOP], usage={"completion_tokens": 2, "prompt_tokens": None}), "of the context, got None"),
         (turn([1, 2, STOP], [-1.0, -1.0]), "got 3, 2 and 3; the server loses tokens"),
         (turn([1, 2, STOP], usage={"completion_tokens": 4}), "got 3, 3 and 4; the server loses tokens"),
         (turn([1, 2, 3, 4, 5, STOP]), "from 1 to 5, got 6, 6 and 6"),
@@ -146,6 +149,21 @@ def test_wrong_answers_are_reported(answer: Any, message: str) -> None:
         assert len(requests) == 1
 
 
+@pytest.mark.parametrize("has_ids", [False, True])
+def test_answers_that_do_not_name_their_context_are_reported_once(
+    has_ids: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def answer(request: dict[str, Any], number: int) -> Any:
+        return echo(request, number) | ({"prompt_token_ids": request["prompt"]} if has_ids else {})
+
+    with server(answer) as (url, _):
+        sampler = ServerSampler(url, "m")
+        for _ in range(2):
+            sampler.sample([[8], [9]], [5, 5], STOP, range(2))
+    said = f"{url}: its answers have no prompt_token_ids, so nothing checks that an answer continues"
+    assert caplog.text.count(said) == (0 if has_ids else 1)
+
+
 def test_one_wrong_answer_among_many_is_not_lost() -> None:
     def wrong_once(request: dict[str, Any], number: int) -> Any:
         return turn([1, 2]) if request["prompt"] == [125] else echo(request, number)
@@ -188,6 +206,8 @@ def test_servers_that_truncate_return_what_they_kept() -> None:
         ({"mask": [[5]]}, r"expected a sampling mask of 2 tokens, got \[\[5\]\]; start vLLM"),
         ({"mask": [[3, 4], [STOP]]}, r"sampling mask: expected the sampled id 5 among .* got \[3, 4\]; use"),
         ({"mask": [[5, "6"], [STOP]]}, "lists of integers as sampling mask, at least 0, got '6'"),
+        ({"mask": [[*range(21)], [STOP]]}, r"at most rl.top_k = 20 different ids, got 21: \[0, "),
+        ({"mask": [[5, 3, 5], [STOP]]}, r"at most rl.top_k = 20 different ids, got 3: \[5, 3, 5\]"),
         ({"logprobs": (-0.25, -0.5)}, "0 for its only id, got -0.5; start vLLM with --logprobs-mode"),
     ],
 )
@@ -196,6 +216,11 @@ def test_wrong_sampling_masks_are_reported(changes: dict[str, Any], message: str
         with pytest.raises(UserError, match=message):
             ServerSampler(url, "m", truncation=TRUNCATION).sample([[1]], [5], STOP, [0])
         assert len(requests) == 1
+
+
+def test_a_misspelled_setting_is_named() -> None:
+    with pytest.raises(UserError, match=r"unknown key of \[rl.server\] 'timout_s'; did you mean 'timeout_s'"):
+        ServerSampler("http://127.0.0.1:1", "m", timout_s=3)
 
 
 def test_truncation_by_a_server_needs_a_bound() -> None:

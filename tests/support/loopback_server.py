@@ -60,6 +60,10 @@ def server(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             elif isinstance(content, int):
                 self.send_error(content, "on purpose")
             else:
+                usage = content.get("usage", {}) if isinstance(content, dict) else {}
+                if "completion_tokens" in usage:
+                    read = request.get("prompt") or request.get("token_ids") or []
+                    content = content | {"usage": {"prompt_tokens": len(read)} | usage}
                 body = json.dumps(content).encode()
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(body)))

@@ -69,7 +69,8 @@ class RolloutServer:
             file = io.BytesIO()
             np.save(file, experts)
             choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
-        return {"choices": [choice], "usage": {"completion_tokens": len(tokens)}}
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}
+        return {"choices": [choice | {"prompt_token_ids": prompt}], "usage": usage}
 
     def _command(self, path: str, body: Any) -> Any:
         if path == "/pause?mode=wait":

@@ -91,7 +91,9 @@ class FusedHead:
         )
         self.log(forest.rows.tree.stats.n_flat, len(forest.rows.tree))
         values = row_scores(self.view, forest, self.entropy, self.statistics)
-        logprobs, *columns = (value.view(input_ids.shape)[order, :-1] for value in values.values())
+        # TRL's head computes in fp32 for weights of any dtype.
+        single = (value.float() if value.dtype == torch.float64 else value for value in values.values())
+        logprobs, *columns = (value.view(input_ids.shape)[order, :-1] for value in single)
         mask = scored[:, 1:]
         divisor = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         fields = dict(zip([*(["entropy"] if self.entropy else []), *self.statistics], columns, strict=True))

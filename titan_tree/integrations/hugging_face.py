@@ -28,6 +28,7 @@ try:
     from titan_tree.integrations.fused_head import Forests, FusedHead
     from titan_tree.integrations.step_forests import StepForests
     from titan_tree.integrations.tree_view import TreeView
+    from titan_tree.models.lora.peft import KNOWN_FIELDS
     from titan_tree.models.transformers.attention_function import NAMES
 except ImportError as error:
     raise UserError(
@@ -45,6 +46,20 @@ REFUSED_SETTINGS = {
     "use_transformers_continuous_batching": "it needs attention of transformers; leave it out",
     "activation_offloading": "use gradient_checkpointing or max_tokens",
     "label_smoothing_factor": "it needs logits of all tokens; leave it out",
+}
+# Types of PEFT's adapters that change each token by itself, so that its result is right for all of its paths.
+# Others depend on rows, as prompt learning and XLORA, mix tokens (LILY), or draw random numbers (PVERA).
+TOKENWISE = frozenset(
+    {
+        *("BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA", "GRALORA", "HIRA", "HRA"),
+        *("IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "RANDLORA"),
+        *("ROAD", "SHIRA", "SUPERTUNING", "TINYLORA", "UNILORA", "VBLORA", "VERA", "WAVEFT"),
+    }
+)
+# Options with which LoRA is such an adapter. Activated LoRA (aLoRA), in contrast, counts from a row's end.
+LORA_OPTIONS = KNOWN_FIELDS | {
+    *("corda_config", "eva_config", "fan_in_fan_out", "loftq_config", "lora_bias", "lora_ga_config"),
+    *("modules_to_save", "use_dora"),
 }
 
 
@@ -178,6 +193,11 @@ def _metrics_of(trainer: Any) -> Callable[[int, int], None]:
 
 def _check_trainer(trainer: Any) -> None:
     """Raises UserError if a setting of the trainer cannot be used on trees."""
+    if not isinstance(trainer, Trainer):
+        raise UserError(
+            f"treeify: expected a trainer of transformers or TRL, got {type(trainer).__name__}; make a "
+            "trainer of the model, and call treeify(trainer) before trainer.train()"
+        )
 
     def refuse(setting: str, expected: object, got: object, reason: str) -> None:
         raise UserError(
@@ -218,8 +238,13 @@ def _check_trainer(trainer: Any) -> None:
             True,
             "the router's loss would count distinct tokens instead of rows; set router_aux_loss_coef=0.0",
         )
-    adapters = getattr(trainer.model, "peft_config", {}).values()
-    if any(adapter.is_prompt_learning for adapter in adapters):
-        refuse(
-            "peft_config", "adapters of layers", "prompt learning", "it adds tokens to every row; use LoRA"
-        )
+    for adapter in getattr(trainer.model, "peft_config", {}).values():
+        kind = str(getattr(adapter.peft_type, "value", adapter.peft_type))
+        if kind not in TOKENWISE:
+            types = ", ".join(sorted(TOKENWISE))
+            refuse("peft_config", f"one of {types}", kind, "it has not been exact on trees; use LoRA")
+        for option, value in adapter.to_dict().items():
+            if value and "dropout" in option and option != "lora_dropout":
+                refuse(f"peft_config.{option}", 0, value, "a token has one mask for all of its paths")
+            if value and kind == "LORA" and option not in LORA_OPTIONS:
+                refuse(f"peft_config.{option}", "none", value, "it may depend on rows; use LoRA without it")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
 from titan_tree.config.checks import Checked, boolean, positive_int, positive_number, required, setting
-from titan_tree.errors import UserError, shorten
+from titan_tree.errors import UserError, printable, shorten
 
 ConfigJson = dict[str, Any]  # content of a config.json, or a part of it: values by field
 
@@ -24,7 +24,27 @@ DEBUG: ConfigJson = {
     "head_dim": 32,
     "tie_word_embeddings": True,
 }
+# Fields of a config.json that change no log-prob, and names of token ids, which end with "_token_id".
+HARMLESS = frozenset(
+    {
+        *("_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_name_or_path"),
+        *("architectures", "attn_implementation", "auto_map", "do_sample", "dtype", "id2label"),
+        *("initializer_range", "label2id", "max_length", "max_new_tokens", "model_type", "name_or_path"),
+        *("num_labels", "output_attentions", "output_hidden_states", "output_router_logits"),
+        *("pretraining_tp", "problem_type", "repetition_penalty", "return_dict", "router_aux_loss_coef"),
+        *("temperature", "tokenizer_class", "top_k", "top_p", "torch_dtype", "transformers_version"),
+        *("unsloth_fixed", "unsloth_version", "use_cache"),
+        *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),  # of weights that are not loaded
+        "mamba_ssm_dtype",  # of states, which are fp32 here
+    }
+)
+# Fields of the table rope_parameters. Those of images' axes change nothing for text.
+ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 MAX_SIZES = {"num_hidden_layers": 10_000, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 40}
+
+
+class UnsupportedConfigError(UserError):
+    """A config.json asks for what titan_tree's own model of this family does not compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +58,10 @@ class DecoderConfig(Checked, ABC):
     title: ClassVar[str]  # name of the models in messages, such as "Qwen3"
     # Fields that a config.json may omit, because transformers has the same defaults.
     hf_optional: ClassVar[tuple[str, ...]] = ("rms_norm_eps", "tie_word_embeddings")
+    # Further fields of a config.json, and the values with which this model computes what transformers does.
+    hf_accepted: ClassVar[Mapping[str, Collection[object]]] = {"hidden_act": ("silu",)}
+    hf_read: ClassVar[tuple[str, ...]] = ()  # further fields that ``from_hf`` checks by itself
+    rope_scalings: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # types of scaled RoPE, and their keys
 
     vocab_size: int = required(positive_int)
     hidden_size: int = required(positive_int)
@@ -113,23 +137,18 @@ class DecoderConfig(Checked, ABC):
 
     @classmethod
     def check_field(cls, hf: ConfigJson, where: str, field: str, ok: bool, expected: str) -> None:
-        """Raises UserError unless ``ok``."""
+        """Raises UnsupportedConfigError unless ``ok``."""
         if not ok:
-            raise UserError(
-                f"{where}: {field}: titan_tree's {cls.title} supports {expected} only, "
-                f"got {hf.get(field, 'no such field')}"
+            got = shorten(hf[field]) if field in hf else "no such field"
+            field = printable(field[:60])
+            raise UnsupportedConfigError(
+                f"{where}: {field}: titan_tree's {cls.title} supports {expected} only, got {got}"
             )
 
     @classmethod
     def from_fields(cls, hf: ConfigJson, where: str, **overrides: float | None) -> Self:
         """Makes a config of the fields in ``hf``. ``overrides`` take precedence, except None."""
-        for field, ok, expected in (
-            ("attention_bias", not hf.get("attention_bias"), "false"),
-            ("attention_dropout", not hf.get("attention_dropout"), "0"),
-            ("hidden_act", hf.get("hidden_act", "silu") == "silu", "silu"),
-            ("quantization_config", not hf.get("quantization_config"), "unquantized weights"),
-        ):
-            cls.check_field(hf, where, field, ok, expected)
+        cls.check_unknown(hf, where)
         fields = [field.name for field in dataclasses.fields(cls)]
         values = {name: hf[name] for name in fields if hf.get(name) is not None}
         values |= {name: value for name, value in overrides.items() if value is not None}
@@ -144,23 +163,41 @@ class DecoderConfig(Checked, ABC):
             raise UserError(f"{where}: {error}") from None
 
     @classmethod
-    def rope_fields(cls, hf: ConfigJson, where: str, types: tuple[str, ...] = ("default",)) -> ConfigJson:
-        """Returns RoPE's fields, and refuses all types but ``types``.
+    def check_unknown(cls, hf: ConfigJson, where: str) -> None:
+        """Raises UnsupportedConfigError for a field that is on and may change log-probs."""
+        read = {*HARMLESS, *cls.hf_read, "rope_parameters", "rope_scaling", "partial_rotary_factor"}
+        read |= {field.name for field in dataclasses.fields(cls)}
+        for field, value in hf.items():
+            if field in cls.hf_accepted:
+                accepted = cls.hf_accepted[field]
+                expected = " or ".join(str(each).lower() for each in accepted)
+                cls.check_field(hf, where, field, value is None or value in accepted, expected)
+            elif field not in read and not field.endswith("_token_id"):
+                cls.check_field(hf, where, field, not value, "null, false, 0 or no such field")
 
-        transformers writes them to "rope_parameters" since version 5. Older versions wrote them to the top
-        level, beside "rope_scaling".
+    @classmethod
+    def rope_fields(cls, hf: ConfigJson, where: str) -> ConfigJson:
+        """Returns RoPE's fields, as transformers finds them. Refuses what ``rope_scalings`` does not name.
+
+        transformers writes them to "rope_parameters" since version 5. Older versions wrote "rope_scaling",
+        and other fields to the top level. If there are both tables, "rope_scaling" counts.
         """
-        top_level = {name: hf.get(name) for name in ("rope_theta", "partial_rotary_factor")}
-        rope = hf.get("rope_parameters") or top_level
-        scaling = hf.get("rope_scaling") or {}
-        for field, spelling in (("rope_parameters", rope), ("rope_scaling", scaling)):
-            cls.check_field(hf, where, field, isinstance(spelling, dict), "a table")
-            if spelling.get("rope_type", spelling.get("type", "default")) not in types:
-                raise UserError(
-                    f"{where}: titan_tree's {cls.title} supports RoPE of type {' and '.join(types)} only, "
-                    f"got {dict(spelling)}"
-                )
-        return {**scaling, **rope}
+        field = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+        table = hf.get(field) or {}
+        cls.check_field(hf, where, field, isinstance(table, dict), "a table")
+        kind = table.get("rope_type", table.get("type", "default"))
+        types = {"default": (), **cls.rope_scalings}
+        known = isinstance(kind, str) and kind in types
+        cls.check_field(hf, where, field, known, f"RoPE of type {' and '.join(types)}")
+        missing = [key for key in types[kind] if key not in table]
+        cls.check_field(hf, where, field, not missing, f"{kind} with {', '.join(types[kind])}")
+        others = [str(key) for key, value in table.items() if value and key not in {*ROPE_KEYS, *types[kind]}]
+        cls.check_field(hf, where, field, not others, f"RoPE without {shorten(others)}")
+        found = {name: hf.get(name) for name in ("rope_theta", "partial_rotary_factor")} | table
+        if "partial_rotary_factor" not in (each.name for each in dataclasses.fields(cls)):
+            part = found["partial_rotary_factor"]
+            cls.check_field(found, where, "partial_rotary_factor", part in (None, 1), "RoPE on whole heads")
+        return found
 
 
 C = TypeVar("C", bound=DecoderConfig)

@@ -37,18 +37,17 @@ class LlamaConfig(DecoderConfig):
     original_max_position_embeddings: int = setting(8192, positive_int)
 
     hf_optional: ClassVar[tuple[str, ...]] = (*DecoderConfig.hf_optional, *SCALING)
+    rope_scalings: ClassVar[Mapping[str, tuple[str, ...]]] = {"llama3": SCALING}
 
     @classmethod
     def from_hf(cls, hf: ConfigJson, where: str) -> Self:
-        rope = cls.rope_fields(hf, where, ("default", "llama3"))
-        cls.check_field(hf, where, "mlp_bias", not hf.get("mlp_bias"), "false")
-        is_scaled = rope.get("rope_type", rope.get("type")) == "llama3"
-        missing = [name for name in SCALING if name not in rope]
-        complete = f"llama3 with {', '.join(SCALING)}"
-        cls.check_field(hf, where, "rope_parameters", not is_scaled or not missing, complete)
-        overrides = {name: rope[name] for name in SCALING if is_scaled}
-        overrides |= cls.default_heads(hf)
-        return cls.from_fields(hf, where, rope_theta=rope.get("rope_theta") or 1e4, **overrides)
+        rope = cls.rope_fields(hf, where)
+        for name in SCALING:
+            cls.check_field(hf, where, name, not hf.get(name), f"{name} in rope_parameters")
+        # What transformers takes for missing fields.
+        overrides = {"rope_theta": rope["rope_theta"] or 1e4, "rms_norm_eps": hf.get("rms_norm_eps") or 1e-6}
+        overrides |= {name: rope[name] for name in SCALING if name in rope}
+        return cls.from_fields(hf, where, **overrides, **cls.default_heads(hf))
 
     def to_hf(self) -> ConfigJson:
         fields = super().to_hf() | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}

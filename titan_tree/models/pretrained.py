@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,8 +15,9 @@ from torch import Tensor, nn
 from titan_tree.errors import UserError, unknown_name, warnings_hidden
 from titan_tree.models import hf
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.hf.save import MAX_SHARD_BYTES, all_or_nothing, copied_files
-from titan_tree.models.hf.snapshot_files import CONFIG, read_json
+from titan_tree.models.decoder_config import ConfigJson, UnsupportedConfigError
+from titan_tree.models.hf.save import MAX_SHARD_BYTES, all_or_nothing, copied_files, copy_files
+from titan_tree.models.hf.snapshot_files import CONFIG, read_json, warn_once
 from titan_tree.models.lora.adapters import merge
 from titan_tree.models.settings import MODELS
 from titan_tree.models.tree_model import TreeModel
@@ -43,7 +43,7 @@ def load_pretrained(
         attention: backend of ``TreeAttention``.
         recurrence: backend of ``TreeGDN``, ``TreeKDA`` and ``TreeSSD``.
         implementation: "native": titan_tree's own model. "transformers": the layers of the library
-            transformers. "auto": native if there is such a model.
+            transformers. "auto": native if there is such a model, and it computes what config.json says.
     Raises:
         UserError: a part of the snapshot is missing, unexpected, damaged or of another shape, titan_tree does
             not support the model, or this machine has no such device.
@@ -72,9 +72,27 @@ def model_from_config(
 
     See ``load_pretrained`` for arguments and errors.
     """
-    if implementation == "native" or (implementation == "auto" and _is_native(Path(folder))):
-        return hf.model_from_config(folder, attention, recurrence).to(dtype)
-    return import_transformers().from_config(folder, dtype, attention, recurrence)
+    path, unsupported = Path(folder) / CONFIG, None
+    config = read_json(path)
+    if config.get("auto_map"):
+        warn_once(f"{path}: auto_map: the snapshot's own code is not run; model_type says what to compute")
+    if implementation == "native" or (implementation == "auto" and _is_native(config)):
+        try:
+            return hf.model_from_config(folder, attention, recurrence).to(dtype)
+        except UnsupportedConfigError as error:
+            if implementation == "native":
+                raise UserError(f'{error}; set model.implementation = "auto"') from None
+            unsupported = error
+    try:
+        model = import_transformers().from_config(folder, dtype, attention, recurrence)
+    except UserError as error:
+        if unsupported is None:
+            raise
+        reason = str(error).removeprefix(f"{path}: ")[:220]
+        raise UserError(f"{unsupported}; with the layers of transformers: {reason}") from None
+    if unsupported is not None:
+        warn_once(f"{unsupported}; therefore, it runs with the layers of transformers")
+    return model
 
 
 def load_weights(
@@ -121,9 +139,9 @@ def save_pretrained(
         folder: must be empty or not exist.
         state_dict: the weights, by the model's names; needed if the model's own are sharded.
         source: the snapshot that the model was loaded from. The export copies its tokenizer and processor
-            files. That of a ``Decoder`` also keeps its weights that were not loaded (vision, prediction of
-            several tokens), and the fields of config.json that the model does not know, such as special
-            token ids.
+            files, with the code that these need, and drops ``auto_map`` of config.json. That of a ``Decoder``
+            also keeps its weights that were not loaded (vision, prediction of several tokens), and the fields
+            of config.json that do not change the model, such as special token ids.
         max_shard_bytes: maximum size of a weight file, unless a single tensor is larger.
     Raises:
         UserError: ``folder`` is taken, ``source`` is no snapshot or of another family, or writing failed.
@@ -137,13 +155,13 @@ def save_pretrained(
     files = [] if source is None else copied_files(Path(source))
     with all_or_nothing(Path(folder)) as temporary:
         import_transformers().save(model, temporary, weights, max_shard_bytes)
-        for file in files:
-            shutil.copyfile(file, temporary / file.name)
+        if source is not None:
+            copy_files(Path(source), files, temporary)
 
 
-def _is_native(folder: Path) -> bool:
-    """Returns whether "auto" chooses titan_tree's own model, which also refuses a config without a type."""
-    model_type = read_json(folder / CONFIG).get("model_type")
+def _is_native(config: ConfigJson) -> bool:
+    """Returns whether titan_tree has a model of this type. Its own code also refuses a config without one."""
+    model_type = config.get("model_type")
     return not isinstance(model_type, str) or any(
         model_type in MODELS[name].hf_architectures for name in MODELS
     )

@@ -24,20 +24,22 @@ class Qwen3Config(DecoderConfig):
     """Sizes of a Qwen3 model, by Hugging Face's names."""
 
     title = "Qwen3"
+    hf_read: ClassVar[tuple[str, ...]] = (
+        "layer_types",
+        "max_window_layers",
+        "sliding_window",
+        "use_sliding_window",
+    )
 
     intermediate_size: int = required(positive_int)
 
     @classmethod
     def from_hf(cls, hf: ConfigJson, where: str) -> Self:
         rope = cls.rope_fields(hf, where)
-        if (rope.get("partial_rotary_factor") or 1.0) != 1.0:
-            raise UserError(
-                f"{where}: titan_tree's {cls.title} supports RoPE only on all dims of a head, got {rope}"
-            )
         types = hf.get("layer_types")
         full = isinstance(types or [], list) and all(kind == "full_attention" for kind in types or ())
         cls.check_field(hf, where, "layer_types", full, "full_attention")
-        config = cls.from_fields(hf, where, rope_theta=rope.get("rope_theta"))
+        config = cls.from_fields(hf, where, rope_theta=rope["rope_theta"])
         # Without "layer_types", layers from max_window_layers on have a sliding window if it is switched on.
         windowed = hf.get("use_sliding_window") and hf.get("sliding_window", 4096) is not None
         unused = hf.get("max_window_layers", 28) >= config.num_hidden_layers
@@ -101,6 +103,7 @@ class Qwen3MoeConfig(Qwen3Config):
 
     title = "Qwen3-MoE"
     hf_optional = (*Qwen3Config.hf_optional, "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+    hf_read = (*Qwen3Config.hf_read, "num_local_experts")
 
     moe_intermediate_size: int = required(positive_int)
     num_experts: int = required(positive_int)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -39,6 +39,12 @@ class HybridConfig(GatedDeltaNetConfig):
 
     title = "Qwen3.5"
     hf_optional = (*GatedDeltaNetConfig.hf_optional, "partial_rotary_factor", "full_attention_interval")
+    hf_accepted: ClassVar[Mapping[str, Collection[object]]] = {
+        **GatedDeltaNetConfig.hf_accepted,
+        "attn_output_gate": (True,),
+        "output_gate_type": ("swish", "silu"),
+    }
+    hf_read: ClassVar[tuple[str, ...]] = ("layer_types",)
 
     head_dim: int = setting(256, positive_int)
     rope_theta: float = setting(1e7, positive_number)
@@ -69,8 +75,10 @@ class HybridConfig(GatedDeltaNetConfig):
         """Reads a ``config.json``. For a model with vision, it reads the text model's part."""
         text = hf.get("text_config", hf)
         cls.check_field(hf, where, "text_config", isinstance(text, dict), "a table")
-        for field in ("quantization_config", "tie_word_embeddings"):  # the file's top level sets these
-            text = {**text, field: hf.get(field)}
+        if text is not hf:
+            parts = ("text_config", "vision_config")
+            cls.check_unknown({name: value for name, value in hf.items() if name not in parts}, where)
+        text = {**text, "tie_word_embeddings": hf.get("tie_word_embeddings")}  # which the top level sets
         cls.check_field(text, where, "layer_types", isinstance(text.get("layer_types") or [], list), "a list")
         rope = cls.rope_fields(text, where)
         types = text.get("layer_types")
@@ -80,16 +88,12 @@ class HybridConfig(GatedDeltaNetConfig):
         config = cls.from_fields(
             text,
             where,
-            rope_theta=rope.get("rope_theta"),
-            partial_rotary_factor=rope.get("partial_rotary_factor"),
+            rope_theta=rope["rope_theta"],
+            partial_rotary_factor=rope["partial_rotary_factor"],
             full_attention_interval=every,
         )
         pattern = f"{FULL} in every n-th layer and {LINEAR} in all others"
         cls.check_field(text, where, "layer_types", not types or types == config.layer_types, pattern)
-        gate = text.get("output_gate_type")
-        cls.check_field(text, where, "output_gate_type", gate in (None, "swish", "silu"), "swish")
-        gated = text.get("attn_output_gate", True)
-        cls.check_field(text, where, "attn_output_gate", bool(gated), "true")
         return config
 
     def to_hf(self) -> ConfigJson:
@@ -104,13 +108,6 @@ class Qwen35Config(HybridConfig):
     """Sizes of a dense Qwen3.5 model."""
 
     intermediate_size: int = required(positive_int)
-
-    @classmethod
-    def from_hf(cls, hf: ConfigJson, where: str) -> Self:
-        config = super().from_hf(hf, where)
-        text = hf.get("text_config", hf)
-        cls.check_field(text, where, "num_experts", not text.get("num_experts"), "dense models")
-        return config
 
     def to_hf(self) -> ConfigJson:
         return super().to_hf() | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}

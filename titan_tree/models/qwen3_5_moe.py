@@ -9,7 +9,7 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -26,6 +26,8 @@ class Qwen35MoeConfig(HybridConfig):
     """Sizes of a Qwen3.5-MoE model, by Hugging Face's names."""
 
     title = "Qwen3.5-MoE"
+    # No layer is dense, so nothing has this size.
+    hf_read = (*HybridConfig.hf_read, "intermediate_size", "num_local_experts")
 
     moe_intermediate_size: int = required(positive_int)
     shared_expert_intermediate_size: int = required(positive_int)
@@ -96,14 +98,11 @@ class Qwen3NextConfig(Qwen35MoeConfig):
     """Sizes of a Qwen3-Next model, by Hugging Face's names."""
 
     title = "Qwen3-Next"
-
-    @classmethod
-    def from_hf(cls, hf: ConfigJson, where: str) -> Self:
-        config = super().from_hf(hf, where)
-        every = hf.get("decoder_sparse_step", 1) == 1 and not hf.get("mlp_only_layers")
-        cls.check_field(hf, where, "mlp_only_layers", every, "experts in every layer")
-        cls.check_field(hf, where, "norm_topk_prob", hf.get("norm_topk_prob", True) is True, "true")
-        return config
+    hf_accepted: ClassVar[Mapping[str, Collection[object]]] = {
+        **Qwen35MoeConfig.hf_accepted,
+        "decoder_sparse_step": (1,),
+        "norm_topk_prob": (True,),
+    }
 
     def to_hf(self) -> ConfigJson:
         return super().to_hf() | {

@@ -34,7 +34,7 @@ class ModelConfig(Checked, table="model"):
     flavor: str | None = None  # Published size such as "0.6B", or "debug". The weights are random.
     hf_path: str | None = None  # Local Hugging Face snapshot, which sets the sizes and the initial weights.
     # Code that runs a snapshot: "native" is titan_tree's own model; "transformers" uses the layers of that
-    # library; "auto" chooses "native" if there is such a model.
+    # library; "auto" chooses "native" if there is such a model, and it computes what config.json asks for.
     implementation: Literal["auto", "native", "transformers"] = "auto"
     attention: str = setting("auto", one_of("auto", ATTENTION_BACKENDS))  # Backend of TreeAttention.
     # Backend of TreeGDN, TreeKDA and TreeSSD, in models that have them.

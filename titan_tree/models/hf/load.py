@@ -48,7 +48,8 @@ def model_from_config(folder: str | Path, attention: str = "auto", recurrence: s
     """Makes the model that a snapshot's config.json describes, without its weights, on the default device.
 
     Raises:
-        UserError: the config is missing, damaged, or describes a model that titan_tree does not support.
+        UserError: the config is missing or damaged, or titan_tree has no such model.
+        UnsupportedConfigError: the model does not compute what the config asks for.
     """
     path = Path(folder) / CONFIG
     config = read_json(path)

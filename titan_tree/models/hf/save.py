@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,8 +26,10 @@ from titan_tree.models.hf.names import (
     split_experts,
 )
 from titan_tree.models.hf.snapshot_files import (
+    ADAPTER_CONFIG,
     CONFIG,
     INDEX,
+    PICKLES,
     ROUTER_BIASES,
     WEIGHTS,
     open_weights,
@@ -39,22 +41,10 @@ from titan_tree.models.hf.snapshot_files import (
 logger = logging.getLogger(__name__)
 
 MAX_SHARD_BYTES = 5 * 10**9
-COPIED_FILES = (  # from a model's source to its export
-    "tokenizer.json",
-    "tokenizer.model",
-    "tekken.json",
-    "tokenizer_config.json",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    "processor_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-)
+# Files of a source that its export does not get: weights, what describes them, and traces of training.
+NOT_COPIED = {CONFIG, ROUTER_BIASES, ADAPTER_CONFIG, "README.md", "trainer_state.json"}
+NOT_COPIED_ENDINGS = (*PICKLES, ".safetensors", ".index.json", ".gguf", ".h5", ".msgpack", ".onnx")
+MAX_COPIED_BYTES = 1 << 28  # tokenizers are smaller
 
 
 def save_pretrained(
@@ -89,8 +79,8 @@ def save_pretrained(
                 folder,
                 ROUTER_BIASES,
             )
-        for file in files:
-            shutil.copyfile(file, temporary / file.name)
+        if source is not None:
+            copy_files(Path(source), files, temporary)
 
 
 def snapshot_tensors(
@@ -120,11 +110,31 @@ def snapshot_prefix(source: str | Path | None) -> str:
 
 
 def copied_files(source: Path) -> list[Path]:
-    """Returns the files of a snapshot that an export copies. Raises UserError if ``source`` is not one."""
-    files = [file for name in COPIED_FILES if (file := source / name).is_file()]
-    if not files and not (source / CONFIG).is_file():
+    """Returns the files of a snapshot that an export copies, by their names in it: those of its tokenizer,
+    chat templates, processors and their code, and all other small files.
+
+    Raises:
+        UserError: ``source`` is not a snapshot.
+    """
+    if not any((source / name).is_file() for name in (CONFIG, "tokenizer.json", "tokenizer_config.json")):
         raise UserError(f"{source}: expected a snapshot with {CONFIG} or tokenizer files, found neither")
-    return files
+    files = [*source.iterdir(), *source.glob("additional_chat_templates/*.jinja")]
+    return [
+        file.relative_to(source)
+        for file in files
+        if file.is_file()
+        and not file.name.startswith(".")
+        and file.name not in NOT_COPIED
+        and not file.name.endswith(NOT_COPIED_ENDINGS)
+        and file.stat().st_size <= MAX_COPIED_BYTES
+    ]
+
+
+def copy_files(source: Path, files: Iterable[Path], folder: Path) -> None:
+    """Copies the result of ``copied_files`` from ``source`` to ``folder``."""
+    for file in files:
+        (folder / file).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source / file, folder / file)
 
 
 def _merged_config(model: Decoder, sizes_to_save: ConfigJson, path: Path) -> tuple[ConfigJson, str]:
@@ -143,7 +153,9 @@ def _merged_config(model: Decoder, sizes_to_save: ConfigJson, path: Path) -> tup
     sizes_to_save = sizes_to_save | {
         "rope_parameters": (before.get("rope_parameters") or {}) | sizes_to_save["rope_parameters"]
     }
-    dropped = {"quantization_config", "torch_dtype", "partial_rotary_factor", "full_attention_interval"}
+    # The weights are written for the code of transformers, not for the source's own (auto_map).
+    dropped = {"auto_map", "quantization_config", "torch_dtype"}
+    dropped |= {"partial_rotary_factor", "full_attention_interval"}
     sizes = {*vars(model.config), *dropped, "rope_parameters", "rope_scaling", "layer_types"}
     identity = {"dtype", "architectures", "model_type"}
     config = sizes_to_save | {name: value for name, value in before.items() if name not in sizes | identity}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import os
 import zlib
 from collections.abc import Iterable, Iterator
@@ -15,6 +17,8 @@ from safetensors import SafetensorError, safe_open
 from titan_tree.config.files import regular
 from titan_tree.data.readers.strict_json import parse_json
 from titan_tree.errors import SNAPSHOT, UserError, missing_snapshot, shorten
+
+logger = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"  # of PEFT
@@ -55,6 +59,12 @@ def _expected(path: Path) -> str:
     found = sorted(path.parent.glob(f"*/{path.name}"))
     hint = f"; did you mean {found[0].parent}?" if found else ""
     return f"expected {_kind(path)}{hint}"
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Logs what a snapshot or an adapter asks for and does not get. Each file is read several times."""
+    logger.warning(message)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -23,7 +23,13 @@ from titan_tree.config.checks import positive_int, positive_number
 from titan_tree.errors import UserError, shorten
 from titan_tree.models.hf.names import model_name
 from titan_tree.models.hf.save import all_or_nothing, snapshot_prefix, write_tensors
-from titan_tree.models.hf.snapshot_files import ADAPTER_CONFIG, open_weights, read_json, write_json
+from titan_tree.models.hf.snapshot_files import (
+    ADAPTER_CONFIG,
+    open_weights,
+    read_json,
+    warn_once,
+    write_json,
+)
 from titan_tree.models.lora.adapters import adaptable, add_lora, is_expert, owner
 from titan_tree.models.lora.packed import pack, packed_projections, unpack
 from titan_tree.models.tree_model import TreeModel
@@ -42,7 +48,15 @@ KNOWN_FIELDS = frozenset(
     {
         *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying"),
         *("exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform"),
-        *("lora_alpha", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r"),
+        *(
+            "lora_alpha",
+            "lora_dropout",
+            "megatron_core",
+            "peft_type",
+            "peft_version",
+            "qalora_group_size",
+            "r",
+        ),
         *("rank_pattern", "revision", "runtime_config"),
         *("target_modules", "target_parameters", "task_type", "use_rslora"),
     }
@@ -89,7 +103,9 @@ def read_adapter(model: TreeModel, folder: str | Path) -> tuple[LoRA, dict[str, 
         if module.endswith(".experts"):
             module += ".down_proj" if match and has_down and not match[2] else ".gate_up_proj"
         if match is None or module not in targets:
-            raise UserError(f"{path}: {shorten(key)}: expected a factor of a linear of {model.family}")
+            single = "; experts need PEFT's target_parameters, with all experts of a layer in one tensor"
+            hint = single if re.search(r"\.experts\.\d+\.", key) else ""
+            raise UserError(f"{path}: {shorten(key)}: expected a factor of a linear of {model.family}{hint}")
         if match[3] in by_module.setdefault(module, {}):
             raise UserError(f"{path}: {shorten(key)}: expected every factor once; another name holds it, too")
         by_module[module][match[3]] = _checked(tensor, f"{path}: {shorten(key)}")
@@ -271,8 +287,12 @@ def _check_config(config: Mapping[str, object], path: Path) -> None:
         )
     parameters = config.get("target_parameters")
     require("target_parameters", "a list of names", parameters is None or isinstance(parameters, list))
+    # It acts in PEFT's training alone, and would give the paths of a token different masks.
+    if dropout := config.get("lora_dropout"):
+        right = isinstance(dropout, (int, float)) and 0 < dropout < 1
+        require("lora_dropout", "a number from 0 to 1", right)
+        warn_once(f"{path}: lora_dropout: {dropout} is taken for 0, also in further training")
     for field, value in config.items():
-        # Dropout would give the paths of a token different masks.
         require(
             field, "an adapter that is plain LoRA, without this feature", field in KNOWN_FIELDS or not value
         )

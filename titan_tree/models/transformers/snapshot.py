@@ -88,6 +88,7 @@ def save(model: TransformersModel, folder: Path, weights: Mapping[str, Tensor], 
     """
     config = copy.deepcopy(model.hf_config)
     config.dtype = next(iter(weights.values())).dtype
+    vars(config).pop("auto_map", None)  # names code of the source, for which these weights are not written
     with torch.device("meta"):
         shell = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     prefix = shell.base_model_prefix

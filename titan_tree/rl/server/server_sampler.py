@@ -7,7 +7,7 @@ import secrets
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from titan_tree.distributed.collectives import call_on_rank_0, rank
-from titan_tree.errors import UserError, errors_at, shorten
+from titan_tree.errors import UserError, errors_at, shorten, unknown_name
 from titan_tree.models.lora.peft import save_adapter
 from titan_tree.models.pretrained import save_pretrained
 from titan_tree.models.tree_model import TreeModel
@@ -84,6 +84,9 @@ class ServerSampler:
         truncation: Truncation = ALL_IDS,
         **settings: Any,
     ) -> None:
+        names = [field.name for field in fields(ServerConfig)]
+        for key in settings.keys() - set(names):
+            raise unknown_name("key of [rl.server]", key, names)
         self.config = config = ServerConfig(url=url, model=model, **settings)
         urls = [url] if isinstance(url, str) else url
         self.clients = [ServerClient(url, config, api_key) for url in urls]
@@ -97,6 +100,7 @@ class ServerSampler:
         self._loaded_adapter: str | None = None
         self._version: str | None = None  # name of the weights that the server must report. None: any
         self._is_closed = False
+        self._are_bound = True  # whether all answers have named the contexts that they continue
         self._warnings: set[str] = set()  # each is logged once
 
     def sample(
@@ -122,6 +126,11 @@ class ServerSampler:
                 threads.shutdown(wait=False, cancel_futures=True)
                 self._stop()
                 raise
+        if not self._are_bound:
+            self._warn_once(
+                "its answers have no prompt_token_ids, so nothing checks that an answer continues the "
+                "context of its request; name every server in rl.server.url, without a router or proxy"
+            )
         self._ask_version()
         return completions
 
@@ -191,7 +200,10 @@ class ServerSampler:
         request = self.vllm.sampling_request(context, limit, stop, seed)
         answer = client.post(self.vllm.sampling_path, request, self._largest(len(context) + limit))
         with errors_at(client.url):
-            return self.vllm.completion(answer, context, limit, stop)
+            completion = self.vllm.completion(answer, context, limit, stop)
+        if not self.vllm.is_bound(answer):
+            self._are_bound = False
+        return completion
 
     def _largest(self, num_tokens: int) -> int:
         """Returns the maximum number of bytes of an answer about so many tokens."""

@@ -68,19 +68,30 @@ class VLLM:
                 logprobs = [token["logprob"] for token in logprobs["content"]]
             else:
                 logprobs = logprobs["token_logprobs"]
-            num_tokens, finish = answer["usage"]["completion_tokens"], choice["finish_reason"]
-        except (KeyError, TypeError, ValueError):
+            num_read, num_tokens = (answer["usage"][f"{kind}_tokens"] for kind in ("prompt", "completion"))
+            finish = choice["finish_reason"]
+        except (KeyError, TypeError, ValueError) as error:
+            missing = f"no {error} in " if isinstance(error, KeyError) else ""
             raise UserError(
-                "expected one choice with token_ids, logprobs and finish_reason, and "
-                f"usage.completion_tokens, got {shorten(answer)}; use a version of vLLM that knows "
-                f"{'sampling_mask' if self.truncation.is_on else 'return_token_ids'}"
+                "expected one choice with token_ids, logprobs and finish_reason, and usage with "
+                f"prompt_tokens and completion_tokens, got {missing}{shorten(answer)}; use a version of vLLM "
+                f"that knows {'sampling_mask' if self.truncation.is_on else 'return_token_ids'}"
             ) from None
         if (model := answer.get("model", expected := self.adapter or self.model)) != expected:
             raise UserError(
                 f"expected an answer of the model {shorten(expected)}, got one of {shorten(model)}; check "
                 "rl.server.url"
             )
-        _check_context(choice, answer, list(context))
+        if num_read != len(context):
+            raise UserError(
+                f"expected the server to read all {len(context)} tokens of the context, got "
+                f"{shorten(num_read)}; start it with a longer context and without truncation"
+            )
+        if (wrong := next((ids for ids in _context_ids(answer) if ids != list(context)), None)) is not None:
+            raise UserError(
+                f"expected the token ids of the context, {shorten(list(context))}, as prompt_token_ids, got "
+                f"{shorten(wrong)}; the server changes tokens, use another version"
+            )
         _check_all(tokens, (int,), 0, 2**31 - 1, "integer token_ids, at least 0")
         _check_all(logprobs, (int, float), -MAX_NUMBER, MAX_LOGPROB, "numbers as token_logprobs, at most 0")
         size = len(tokens)
@@ -101,8 +112,12 @@ class VLLM:
             tokens,
             [float(logprob) for logprob in logprobs],
             None if self.experts is None else _experts(choice, answer, len(context) + size, self.experts),
-            _kept_ids(choice, tokens, logprobs) if self.truncation.is_on else None,
+            _kept_ids(choice, tokens, logprobs, self.truncation) if self.truncation.is_on else None,
         )
+
+    def is_bound(self, answer: Json) -> bool:
+        """Returns whether an answer that ``completion`` has read says which context it continues."""
+        return bool(_context_ids(answer))
 
     def pause(self, client: ServerClient, version: str) -> None:
         """Stops sampling, and then names the weights before they arrive.
@@ -130,22 +145,15 @@ def sampling_settings(truncation: Truncation) -> Json:
     return {"temperature": 1.0, "repetition_penalty": 1.0} | kept
 
 
-def _check_context(choice: Json, answer: Json, context: list[int]) -> None:
-    """Raises UserError if an answer says that the server has read another context."""
-    if (num_read := answer["usage"].get("prompt_tokens")) not in (None, len(context)):
-        raise UserError(
-            f"expected the server to read all {len(context)} tokens of the context, got "
-            f"{shorten(num_read)}; start it with a longer context and without truncation"
-        )
-    for part in (choice, answer):
-        if (ids := part.get("prompt_token_ids")) not in (None, context):
-            raise UserError(
-                f"expected the token ids of the context, {shorten(context)}, as prompt_token_ids, got "
-                f"{shorten(ids)}; the server changes tokens, use another version"
-            )
+def _context_ids(answer: Json) -> list[Json]:
+    """Returns the ids that the server has read, as the answer and its choice report them."""
+    reported = (part.get("prompt_token_ids") for part in (*answer["choices"], answer))
+    return [ids for ids in reported if ids is not None]
 
 
-def _kept_ids(choice: Json, tokens: list[int], logprobs: list[float]) -> list[list[int]]:
+def _kept_ids(
+    choice: Json, tokens: list[int], logprobs: list[float], truncation: Truncation
+) -> list[list[int]]:
     """Returns the ids that the server kept for each token."""
     mask = choice.get("sampling_mask")
     if not isinstance(mask, list) or len(mask) != len(tokens):
@@ -159,6 +167,11 @@ def _kept_ids(choice: Json, tokens: list[int], logprobs: list[float]) -> list[li
             raise UserError(
                 f"sampling mask: expected the sampled id {token} among the ids that sampling kept, got "
                 f"{shorten(ids)}; use another version of the server"
+            )
+        if len(set(ids)) < len(ids) or len(ids) > truncation.top_k:
+            raise UserError(
+                f"sampling mask: expected at most rl.top_k = {truncation.top_k} different ids, got "
+                f"{len(ids)}: {shorten(ids)}; if ids tie with the last one that is kept, set rl.top_p below 1"
             )
         if len(ids) == 1 and logprob < -MAX_LOGPROB:
             raise UserError(
