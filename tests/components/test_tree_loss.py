@@ -68,7 +68,7 @@ TOKEN_LOSSES = {
     "sft": lambda n, o, f, A, m: -n,
     "reinforce": lambda n, o, f, A, m: -A * n,
     "ppo": lambda n, o, f, A, m: ppo(n, o, A, 0.1, 0.3),
-    "grpo": lambda n, o, f, A, m: ppo(n, o, A, 0.1, 0.3) + 0.1 * ((f - n).exp() - (f - n) - 1),
+    "grpo": lambda n, o, f, A, m: ppo(n, o, A, 0.1, 0.3) + 0.1 * ((f - n).exp() - (f - n) - 1).clamp(max=10),
     "gspo": lambda n, o, f, A, m: gspo(n, o, A, m, 0.1, 0.3),
 }
 
@@ -233,7 +233,8 @@ def extreme_ratio(name, x, advantage, dtype):
         want = exact_clipped(x, advantage, 0.1, 0.3)
     if name == "grpo":
         penalty = math.exp(-x) if x > -700 else math.inf
-        want = want[0] + 0.1 * (penalty - 1 + x), want[1] + 0.1 * (1 - penalty)
+        k3, slope = penalty - 1 + x, 1 - penalty
+        want = want[0] + 0.1 * min(k3, 10.0), want[1] + 0.1 * (slope if k3 < 10 else 0.0)
     largest = torch.finfo(dtype).max
     want = [math.copysign(math.inf, value) if abs(value) > largest else value for value in want]
     # A log-ratio is a difference: its rounding error is that of the log-probs.
