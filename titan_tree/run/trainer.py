@@ -13,9 +13,9 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -84,15 +84,23 @@ def in_background(function: Callable[[], T]) -> Future[T]:
     return future
 
 
+def _leave_process_group() -> None:
+    if dist.is_initialized():  # the script may have left it
+        dist.destroy_process_group()
+
+
 class Trainer:
     """Trains the model that ``config`` describes, starting from the newest checkpoint if there is one.
 
     The constructor joins the process group that torchrun describes, and ``close`` leaves it. Every rank makes
-    the same calls.
+    the same calls. A process has one open trainer: the constructor closes the one before, which may have
+    failed.
 
     Raises:
         UserError: the configuration, the data and the checkpoints do not fit together.
     """
+
+    _open: ClassVar[ExitStack] = ExitStack()  # what ``close`` of the newest trainer releases
 
     # The process.
     config: Config
@@ -128,13 +136,19 @@ class Trainer:
 
     def __init__(self, config: Config) -> None:
         refuse_in_worker()
+        Trainer._open.close()
+        self._open = Trainer._open = ExitStack()
         self.config = config
         if (launch := Launch.of()) and launch.num_ranks > 1:
             record_collectives(Path(config.folder))
         self.mesh, self.device = init_distributed(config.parallel.timeout_s)
+        self._open.callback(_leave_process_group)
         check_ranks(config)
         self.folder = RunFolder(config)
+        self._open.callback(self.folder.close)
         if config.training.deterministic:
+            before = torch.are_deterministic_algorithms_enabled()
+            self._open.callback(torch.use_deterministic_algorithms, before)
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
             torch.use_deterministic_algorithms(True)
 
@@ -168,6 +182,7 @@ class Trainer:
             architecture=describe_architecture(config, self.model, self.mesh),
             run_config=config,
         )
+        self._open.callback(self.checkpoints.close)
         self.checkpoints.resume()
         if self.progress.step:
             self.resume_data()
@@ -176,6 +191,8 @@ class Trainer:
             self.balancing.load_state_dict(self.progress.data["balance"])
         self._data_state = in_background(self.data_state) if config.checkpoint.interval else None
         self.loggers = self.folder.open_loggers(self.progress.step, self.num_steps)
+        if self.loggers:
+            self._open.callback(self.loggers.close)
         self.optimizer_step = OptimizerStep(
             tree_step=self.tree_step,
             optimizers=self.optimizers,
@@ -270,9 +287,8 @@ class Trainer:
         logger.info("compiled in %.0f s", time.perf_counter() - started)
 
     def close(self) -> None:
-        """Unlocks the run's folder and leaves the process group."""
-        self.folder.close()
-        dist.destroy_process_group()
+        """Closes loggers, unlocks the run's folders and leaves the process group."""
+        self._open.close()
 
     def inputs(self) -> Iterator[SynchronizedInput]:
         """Starts to make the inputs of the remaining steps, and returns an iterator over them.
