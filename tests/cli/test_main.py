@@ -123,3 +123,8 @@ def test_print_completion_covers_every_command(shell, capsys):
             command = ["bash", "-c", script + complete, "bash", *words]
             run = subprocess.run(command, capture_output=True, text=True, check=True)
             assert run.stdout == f"{expected}\n"
+
+
+def test_code_that_exits_is_no_success(capsys):
+    assert cli.call("titan-tree", sys.exit) == 1
+    assert capsys.readouterr().err == "titan-tree: error: code of a plugin ended the run by sys.exit(None)\n"

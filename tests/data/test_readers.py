@@ -3,13 +3,15 @@
 import gzip
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support.cases import for_each
 from tests.support.datasets import tree_dataset
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.data.readers import READERS, find_files, read_records
+from titan_tree.data.readers import READERS, Reader, find_files, read_records
 from titan_tree.data.readers.row_reader import RowReader
 from titan_tree.errors import UserError, printable
 
@@ -220,3 +222,57 @@ def test_a_damaged_gzip_file_is_an_error(tmp_path, damage):
     file.write_bytes(data[: len(data) // 2] if damage == "truncated" else data[:-8] + b"\0" * 8)
     with pytest.raises(UserError, match=r"f.gz:\d+: damaged gzip file"):
         read([str(file)])
+
+
+class Abstract(RowReader):
+    pass
+
+
+def reader(function, recognizes=lambda self, source: True):
+    return type("Mine", (Reader,), {"records": function, "recognizes": recognizes})
+
+
+def exits(self, source):
+    yield f"{source.path}:1", {"tokens": [1]}
+    raise SystemExit(0)
+
+
+def opens(self, source):
+    yield from Path(f"{source.path}.missing").read_text()
+
+
+KEYED = r"data format 'mine' \(data\.format\)(, called with \(source\))?: "
+
+
+@pytest.mark.parametrize("format", ["mine", "auto"])
+@for_each(
+    "mine, message",
+    [
+        (Abstract, rf"^{KEYED}TypeError: Can't instantiate abstract class Abstract"),
+        (reader(lambda self: iter(())), rf"^{KEYED}TypeError: .* takes 1 positional argument"),
+        (reader(lambda self, source: None), rf"^{KEYED}TypeError: 'NoneType' object is not iterable"),
+        (reader(lambda self, source: iter([])), "expected at least one record in the format mine, got none"),
+        (
+            reader(lambda self, source: iter([{"tokens": [1]}])),
+            "data.format: 'mine': expected .place, record",
+        ),
+        (reader(exits), rf"^{KEYED}.*\.py:\d+: SystemExit: 0"),
+        (reader(opens), r"a\.jsonl: cannot be read: No such file"),
+    ],
+)
+def test_a_reader_of_ones_own_that_fails_is_one_line(tmp_path, mine, message, format):
+    file = write(tmp_path / "a.jsonl", {"unknown": 1})
+    with READERS.registered("mine", mine):
+        if format == "auto":
+            mine.recognizes_row = lambda self, row: True
+        with pytest.raises(
+            UserError, match=message.replace(r" \(data\.format\): ", r" \(data\.format\).*: ")
+        ):
+            list(read([file], format=format))
+
+
+def test_what_recognizes_a_file_is_named_if_it_fails(tmp_path):
+    file, mine = write(tmp_path / "a.jsonl", {"unknown": 1}), reader(exits, lambda self: True)
+    expected = r"^data format 'mine' .*, called with \(source\): TypeError: .*takes 1"
+    with READERS.registered("mine", mine), pytest.raises(UserError, match=expected):
+        read([file])

@@ -93,6 +93,9 @@ def call(program: str, run: Callable[[], int | None]) -> int:
         status = run()
     except Interrupted as interrupted:
         return int(interrupted.code or 0)
+    except SystemExit as end:  # of code that no guard names: the command itself returns a status
+        print(f"{program}: error: code of a plugin ended the run by sys.exit({end.code!r})", file=sys.stderr)
+        return 1
     except UserError as error:
         if rank() > 0:
             time.sleep(2)  # rank 0 probably reports the same error, and torchrun then ends this process

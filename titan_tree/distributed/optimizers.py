@@ -34,7 +34,8 @@ def optimizer_class(config: OptimizerConfig) -> Callable[..., torch.optim.Optimi
     Raises:
         UserError: its package is missing, or it does not take one of ``config.options``.
     """
-    constructor = OPTIMIZERS[config.name].import_class()
+    with OPTIMIZERS.calling(config.name):
+        constructor = OPTIMIZERS[config.name].import_class()
     known = {
         name: parameter
         for name, parameter in inspect.signature(constructor).parameters.items()
@@ -75,7 +76,8 @@ class Optimizers(titan.OptimizersContainer):
             implementation="fused" if OPTIMIZERS[config.name].fused else "for-loop",
             optimizer_factory_kwargs_by_name={config.name: config.options},
         )
-        super().__init__(container, model_parts=[model])
+        with OPTIMIZERS.calling(config.name, "groups"):
+            super().__init__(container, model_parts=[model])
 
     def _build_param_groups(  # torchtitan chooses groups by regular expressions
         self, model: nn.Module, _: object, implementation: dict[str, bool]

@@ -80,7 +80,8 @@ class EpisodeTrainer(Trainer, ABC):
                 f"{limits.vocab_size:,}, so the model would sample ids without text; set it to {ids}"
             )
         check_parallel(config, self._custom_sampler)
-        self.environment = ENVIRONMENTS[config.rl.environment]()
+        with ENVIRONMENTS.calling(config.rl.environment):
+            self.environment = ENVIRONMENTS[config.rl.environment]()
         self.chat = Chat(self.tokenizer)
         self.sampler = self._custom_sampler or default_sampler(self.model, Truncation.of(config.rl))
         logger.info("rollouts: sampled by %s", type(self.sampler).__name__)

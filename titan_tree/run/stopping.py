@@ -108,9 +108,11 @@ class StopController:
 
     @contextmanager
     def logging(self) -> Iterator[None]:
-        """Keeps rank 0's error of a logger until the next ``notice`` tells all ranks."""
+        """Keeps rank 0's error of a logger or metric until the next ``notice`` tells all ranks."""
         try:
             yield
+        except UserError as error:
+            self._error_of_this_rank = error
         except OSError as error:
             self._error_of_this_rank = UserError(
                 f"step {self.progress.step}: its metrics cannot be written: {error}; if the disk is full, "

@@ -60,7 +60,7 @@ def test_the_progress_bar_runs_from_the_first_step_to_the_end_of_training(
 ) -> None:
     monkeypatch.setattr(Console, "is_terminal", True)
     loggers = Loggers(["console"], tmp_path, 3, 9)
-    (console,) = loggers.loggers
+    console = loggers.loggers["console"]
     assert isinstance(console, ConsoleLogger)
     with pytest.raises(ZeroDivisionError), loggers:  # noqa: PT012
         assert console.progress.live.is_started
@@ -190,9 +190,10 @@ def test_wandb_marks_a_run_that_fails_as_failed() -> None:
     logger = object.__new__(LOGGERS["wandb"])
     logger.run = Run()
     loggers = object.__new__(Loggers)
-    loggers.start_step, loggers.loggers = 0, [logger]
+    loggers.start_step, loggers.loggers = 0, {"wandb": logger}
     with loggers:
         pass
+    loggers.loggers = {"wandb": logger}
     with pytest.raises(UserError), loggers:
         raise UserError("step 2: loss is nan")
     assert codes == [0, 1]
@@ -242,3 +243,21 @@ def test_a_damaged_csv_is_one_line(tmp_path: Path, row: str) -> None:
     (tmp_path / "metrics.csv").write_text(f"step,loss\n1,1.0\n{row}\n3,0.25\n")
     with pytest.raises(UserError, match=r"metrics\.csv:3: expected a step and one value per column"):
         CsvLogger(tmp_path, 2, 10)
+
+
+def test_a_logger_of_ones_own_that_fails_is_one_line(tmp_path: Path) -> None:
+    class Broken(Logger):
+        def log(self, step: int, values: Mapping[str, float]) -> None:
+            sys.exit(0)
+
+    class Narrow(Logger):
+        def __init__(self) -> None:
+            pass
+
+    key = r"^logger 'mine' \(metrics\.loggers\)"
+    with LOGGERS.registered("mine", Broken), Loggers(["mine"], tmp_path, 0, 9) as loggers:  # noqa: SIM117
+        with pytest.raises(UserError, match=rf"{key}: .*\.py:\d+: SystemExit: 0"):
+            loggers.log(1, {"loss": 1.0})
+    called = r", called with \(folder, start_step, total_steps\): TypeError: .* takes 1 positional"
+    with LOGGERS.registered("mine", Narrow), pytest.raises(UserError, match=key + called):
+        Loggers(["mine"], tmp_path, 0, 9)

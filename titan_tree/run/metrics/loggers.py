@@ -50,6 +50,7 @@ LOGGERS: Registry[type[Logger]] = Registry(
         "mlflow": "titan_tree.run.metrics.mlflow:MlflowLogger",
     },
     interface=("log", "advance", "close"),
+    key="metrics.loggers",
 )
 
 
@@ -62,24 +63,31 @@ class Loggers(Logger):
 
     def __init__(self, names: Sequence[str], folder: Path, start_step: int, total_steps: int) -> None:
         super().__init__(folder, start_step, total_steps)
-        classes = [LOGGERS[name] for name in names]
-        self.loggers: list[Logger] = [make(folder, start_step, total_steps) for make in classes]
+        self.loggers: dict[str, Logger] = {}  # the open ones
+        for name in names:
+            with LOGGERS.calling(name, "folder, start_step, total_steps", (OSError,)):
+                self.loggers[name] = LOGGERS[name](folder, start_step, total_steps)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        for logger in self.loggers:
-            logger.log(step, values)
+        for name, logger in self.loggers.items():
+            with LOGGERS.calling(name, passed=(OSError,)):
+                logger.log(step, values)
 
     def sample(self, text: str) -> None:
-        for logger in self.loggers:
-            logger.sample(text)
+        for name, logger in self.loggers.items():
+            with LOGGERS.calling(name, passed=(OSError,)):
+                logger.sample(text)
 
     def advance(self, step: int) -> None:
-        for logger in self.loggers:
-            logger.advance(step)
+        for name, logger in self.loggers.items():
+            with LOGGERS.calling(name, passed=(OSError,)):
+                logger.advance(step)
 
     def close(self) -> None:
-        for logger in self.loggers:
-            logger.close()
+        while self.loggers:
+            name, logger = self.loggers.popitem()
+            with LOGGERS.calling(name, passed=(OSError,)):
+                logger.close()
 
     def __enter__(self) -> Self:
         self.advance(self.start_step)
