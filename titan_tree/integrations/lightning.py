@@ -29,8 +29,7 @@ from titan_tree.data.data_files import DataSizes
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.loader import refuse_in_worker
 from titan_tree.distributed.mesh import all_ranks
-from titan_tree.distributed.optimizers import Optimizers, build_lr_schedulers, build_optimizers, reschedule
-from titan_tree.distributed.titan import LRSchedulersContainer
+from titan_tree.distributed.optimizers import Optimizers, build_lr_schedulers, build_optimizers
 from titan_tree.engine.step_io import StepInput
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
@@ -94,7 +93,7 @@ class TreeLightningModule(L.LightningModule):
     tree_step: TreeStep
     router_bias: RouterBias | None
     balancing: Balancing | None
-    containers: tuple[Optimizers, LRSchedulersContainer]
+    optimizer_container: Optimizers
     num_steps: int  # number of steps of the whole run
     data_sizes: DataSizes | None  # None: not counted
     progress: Progress
@@ -141,28 +140,26 @@ class TreeLightningModule(L.LightningModule):
         """Returns the optimizer and its scheduler, which ``training_step`` steps."""
         config = self.config
         assert self.model is not None
-        dataset = _data_of(self.trainer).open_dataset()
-        sizes = dataset.reader.files.sizes() if config.training.epochs is not None else None
-        done, data = self.progress.step, self.progress.data
-        self.num_steps = num_steps(config, dataset, sizes, done, data)
-        self.data_sizes = sizes
+        files = _data_of(self.trainer).open_dataset().reader.files
+        self.data_sizes = files.sizes() if config.training.epochs is not None else None
         self._optimizer_step = None  # an earlier fit had other optimizers
-        optimizers = build_optimizers(config.optimizer, self.model)
-        lr_schedulers = build_lr_schedulers(config.lr_scheduler, optimizers, self.num_steps)
-        self.containers = optimizers, lr_schedulers
-        (optimizer,), (scheduler,) = optimizers, lr_schedulers.schedulers
+        self.optimizer_container = build_optimizers(config.optimizer, self.model)
+        # ``start`` replaces the schedule, as soon as all that a fit resumes from is loaded.
+        placeholder = max(config.lr_scheduler.warmup_steps, 1)
+        lr_schedulers = build_lr_schedulers(config.lr_scheduler, self.optimizer_container, placeholder)
+        (optimizer,), (scheduler,) = self.optimizer_container, lr_schedulers.schedulers
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
-    def count_steps(self) -> None:
-        """Counts the steps of the run anew, from the checkpoint that ``TreeCheckpoints`` has loaded."""
-        config, dataset, progress = self.config, _data_of(self.trainer).dataset, self.progress
-        assert dataset is not None
-        steps = num_steps(config, dataset, self.data_sizes, progress.step, progress.data)
-        if steps != self.num_steps:  # of another batch size
-            self.num_steps = steps
-            reschedule(config.lr_scheduler, *self.containers, steps)
+    def start(self) -> None:
+        """Moves the data to the position in ``progress``, and counts the steps of the run from there."""
+        config, done, dataset = self.config, self.global_step, _data_of(self.trainer).at_progress()
+        self.num_steps = num_steps(config, dataset, self.data_sizes, done)
+        schedule = build_lr_schedulers(config.lr_scheduler, self.optimizer_container, self.num_steps, done)
+        vars(self.lr_schedulers()).update(vars(schedule.schedulers[0]))
 
     def on_train_start(self) -> None:
+        if self.stopping is None:  # else ``TreeCheckpoints`` has called it
+            self.start()
         self.trainer.should_stop = self.global_step >= self.num_steps  # nothing is left after a resume
         if self.config.training.compile and not self.trainer.should_stop:
             warm_up(self.config, self.tree_step)
@@ -272,6 +269,14 @@ class TreeDataModule(L.LightningDataModule):
         )
         return self.dataset
 
+    def at_progress(self) -> TreeDataset:
+        """Moves the dataset, which may be ahead, to the position after the last step that was trained."""
+        assert self.dataset is not None
+        if data := _module_of(self.trainer).progress.data:
+            state = self.dataset.state_dict() | data
+            restore_position(self.dataset, state, self.config.checkpoint.allow_changes)
+        return self.dataset
+
     def train_dataloader(self) -> Iterable[Iterator[SynchronizedInput]]:
         """Returns the iterator over the remaining inputs once per step.
 
@@ -298,17 +303,12 @@ class TreeDataModule(L.LightningDataModule):
     def _inputs(self) -> Iterator[Iterator[SynchronizedInput]]:
         """Yields an iterator for each of the steps after the last one that was trained.
 
-        The dataset itself may be ahead of it. This starts with the first item, because Lightning makes
-        iterators that it does not use.
+        This starts with the first item, because Lightning makes iterators that it does not use.
         """
-        module, config = _module_of(self.trainer), self.config
+        module, config, dataset = _module_of(self.trainer), self.config, self.at_progress()
         done = module.global_step
-        assert self.dataset is not None
-        if module.progress.data:
-            state = self.dataset.state_dict() | module.progress.data
-            restore_position(self.dataset, state, config.checkpoint.allow_changes)
         left = max(module.num_steps - done, 0)
-        loader = build_step_loader(config, module.tree_step, self.dataset, left, module.balancing, done)
+        loader = build_step_loader(config, module.tree_step, dataset, left, module.balancing, done)
         yield from repeat(synchronized_inputs(iter(loader), module.stopping), left)
 
 
@@ -327,21 +327,17 @@ class TreeCheckpoints(Checkpoint):
 
     def on_fit_start(self, trainer: L.Trainer, *_: object) -> None:
         module = _module_of(trainer)
-        config, progress, (optimizers, lr_schedulers) = module.config, module.progress, module.containers
+        config, progress = module.config, module.progress
         self.checkpoints = Checkpoints(
             config.checkpoint,
             Path(config.folder) / config.checkpoint.folder,
             model=module.model,
-            optimizers=optimizers,
-            lr_schedulers=lr_schedulers,
+            optimizers=module.optimizer_container,
             progress=progress,
             architecture=module.architecture(),
             run_config=config,
         )
         self.checkpoints.resume()
-        if progress.step:
-            module.count_steps()
-        module.stopping = StopController(config, module.model, self.checkpoints, progress, module.num_steps)
         if progress.step:
             _set_step(trainer, progress.step)
             module.load_balance()
@@ -349,6 +345,9 @@ class TreeCheckpoints(Checkpoint):
     def on_train_start(self, trainer: L.Trainer, *_: object) -> None:
         module, dataset = _module_of(trainer), _data_of(trainer).dataset
         assert dataset is not None
+        module.start()
+        config, progress, steps = module.config, module.progress, module.num_steps
+        module.stopping = StopController(config, module.model, self.checkpoints, progress, steps)
         if module.config.checkpoint.interval:
             module.data_state = in_background(dataset.state_dict)  # reads the files for their checksums
         trainer._signal_connector.teardown()  # Lightning's handlers would end the run without a checkpoint

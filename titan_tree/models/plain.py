@@ -179,7 +179,7 @@ class PlainModel(TreeModel):
             hidden = self.plain.hidden_states(tokens, positions, self.survey)
         if hidden.shape != (2, weight.shape[1]):
             raise UserError(
-                f"PlainModel: {self.family}: expected hidden states [2, {weight.shape[1]}] of 2 tokens, because "
+                f"PlainModel: {self.family}: expected hidden states [2, {weight.shape[1]}] of 2 tokens, as "
                 f"output_weight has shape {list(weight.shape)}, got {list(hidden.shape)}"
             )
         self.cache_streams = [rows.stream for rows in self.survey.rows]

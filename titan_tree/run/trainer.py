@@ -37,7 +37,6 @@ from titan_tree.distributed.optimizers import (
     build_lr_schedulers,
     build_optimizers,
     optimizer_class,
-    reschedule,
 )
 from titan_tree.engine.step_io import NO_COUNTS, StepCounts, StepInput
 from titan_tree.engine.tree_step import TreeStep
@@ -168,8 +167,7 @@ class Trainer:
         self.balancing = build_balancing(config, self.model, loss, self.mesh, self.device)
 
         self.tokenizer = build_tokenizer(config.data, config.model.hf_path)
-        self.num_steps = self.open_data()
-        self.lr_schedulers = build_lr_schedulers(config.lr_scheduler, self.optimizers, self.num_steps)
+        self.open_data()
         self.progress, self.steps_trained, self.counts = Progress(), 0, NO_COUNTS
         self.rollout_values = {}
         self.checkpoints = Checkpoints(
@@ -177,15 +175,14 @@ class Trainer:
             Path(config.folder) / config.checkpoint.folder,
             model=self.model,
             optimizers=self.optimizers,
-            lr_schedulers=self.lr_schedulers,
             progress=self.progress,
             architecture=describe_architecture(config, self.model, self.mesh),
             run_config=config,
         )
         self._open.callback(self.checkpoints.close)
         self.checkpoints.resume()
-        if self.progress.step:
-            self.resume_data()
+        self.num_steps, done = self.start_data(), self.progress.step
+        self.lr_schedulers = build_lr_schedulers(config.lr_scheduler, self.optimizers, self.num_steps, done)
         self.stopping = StopController(config, self.model, self.checkpoints, self.progress, self.num_steps)
         if self.balancing and "balance" in self.progress.data:
             self.balancing.load_state_dict(self.progress.data["balance"])
@@ -205,8 +202,8 @@ class Trainer:
             max_bad_steps=min(config.training.max_bad_steps, self.num_steps),
         )
 
-    def open_data(self) -> int:
-        """Opens the training and validation data. Returns the number of steps of the whole run."""
+    def open_data(self) -> None:
+        """Opens the training and validation data, and counts them unless that takes long."""
         config, is_balanced = self.config, self.balancing is not None
         reader = build_reader(config.data, self.tokenizer, self.model, config.loss)
         epochs = config.training.epochs
@@ -215,16 +212,12 @@ class Trainer:
         self.validation_inputs = list(map(self.tree_step.preparer(), held_out)) if held_out else []
         is_counted = epochs is not None or reader.files.num_bytes() < COUNTED_BYTES
         self.data_sizes = reader.files.sizes() if is_counted else None
-        return num_steps(config, self.dataset, self.data_sizes)
 
-    def resume_data(self) -> None:
-        """Moves the data to the position in ``progress``, and counts the steps from there."""
-        config, (done, data) = self.config, (self.progress.step, self.progress.data)
-        restore_position(self.dataset, data, config.checkpoint.allow_changes)
-        steps = num_steps(config, self.dataset, self.data_sizes, done, data)
-        if steps != self.num_steps:  # of another batch size
-            self.num_steps = steps
-            reschedule(config.lr_scheduler, self.optimizers, self.lr_schedulers, steps)
+    def start_data(self) -> int:
+        """Moves the data to the position in ``progress``. Returns the number of steps of the whole run."""
+        if self.progress.step:
+            restore_position(self.dataset, self.progress.data, self.config.checkpoint.allow_changes)
+        return num_steps(self.config, self.dataset, self.data_sizes, self.progress.step)
 
     def data_state(self) -> dict[str, object]:
         """Returns what a checkpoint stores of the data besides the position. Runs once, in a thread."""

@@ -31,8 +31,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_tree.distributed.collectives import call_on_all_ranks_keep_rank0, call_on_rank_0, rank, world_size
 from titan_tree.distributed.faults import is_lost_rank
-from titan_tree.distributed.optimizers import load_schedule
-from titan_tree.distributed.titan import LRSchedulersContainer, OptimizersContainer
+from titan_tree.distributed.titan import OptimizersContainer
 from titan_tree.errors import UserError
 from titan_tree.models.lora.adapters import frozen_names
 from titan_tree.run.checkpoint.background import BackgroundWriter, Tensors, plain_tensors
@@ -56,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Progress:
-    """The state that a resume needs besides model, optimizer and scheduler.
+    """The state that a resume needs besides model and optimizer. The learning rate follows from the step.
 
     It contains no random generators, because the trainer seeds them in every step.
     """
@@ -85,13 +84,12 @@ class Checkpoints:
         *,
         model: nn.Module,
         optimizers: OptimizersContainer,
-        lr_schedulers: LRSchedulersContainer,
         progress: Progress,
         architecture: Mapping[str, object],
         run_config: Config,
     ) -> None:
         self.config, self.folder, self.progress = config, folder, progress
-        self.model, self.optimizers, self.lr_schedulers = model, optimizers, lr_schedulers
+        self.model, self.optimizers = model, optimizers
         self.architecture = json.loads(json.dumps(architecture))
         self.run_config = run_config
         self.writing: tuple[int, Path] | None = None  # step and folder of the checkpoint being written
@@ -156,7 +154,7 @@ class Checkpoints:
                 "run": self.lock.run,
                 "step": step,
                 "data": self.progress.data,
-                "lr_scheduler": self.lr_schedulers.state_dict(),
+                "lr_scheduler": {"last_epoch": step},  # for versions before 2026-11-28
                 "architecture": self.architecture,
                 "config": dataclasses.asdict(self.run_config),
             }
@@ -216,7 +214,6 @@ class Checkpoints:
             architecture, config, data = content["architecture"], content["config"], content["data"]
             data |= {name: int(data[name]) for name in ("epoch", "group")}
             reader = CheckpointReader(path, content["files"])
-            schedule = {"last_epoch": int(content["lr_scheduler"]["last_epoch"])}
             check_architecture(self.folder, architecture, self.architecture)
             check_config(self.folder, config, self.run_config, self.config.allow_changes)
         tensors = self._tensors()
@@ -227,7 +224,6 @@ class Checkpoints:
         self.model.load_state_dict(self.model.state_dict() | tensors["model"])
         # The hyperparameters of the optimizer are those of the configuration.
         self.optimizers.load_state_dict(self.optimizers.state_dict() | tensors["optimizer"])
-        load_schedule(self.optimizers, self.lr_schedulers, schedule)
         self.progress.step, self.progress.data = step, data
         self.last_saved = step
 
