@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -33,6 +34,7 @@ from titan_tree.distributed.optimizers import Optimizers, build_lr_schedulers, b
 from titan_tree.engine.step_io import StepInput
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
+from titan_tree.integrations.lightning_callbacks import callback_states, load_callback_states
 from titan_tree.models.lora.adapters import leave_out_frozen
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.run.balance.balancing import Balancing
@@ -62,7 +64,7 @@ from titan_tree.run.trainer import in_background, restore_position, score_valida
 
 try:
     import lightning.pytorch as L
-    from lightning.pytorch.callbacks import Checkpoint
+    from lightning.pytorch.callbacks import Checkpoint, StochasticWeightAveraging
     from lightning.pytorch.strategies import ModelParallelStrategy
 except ImportError as error:
     raise UserError(
@@ -94,7 +96,7 @@ class TreeLightningModule(L.LightningModule):
     router_bias: RouterBias | None
     balancing: Balancing | None
     optimizer_container: Optimizers
-    num_steps: int  # number of steps of the whole run
+    num_steps: int  # number of steps of the whole run; -1 until ``start``
     data_sizes: DataSizes | None  # None: not counted
     progress: Progress
     stopping: StopController | None  # None without ``TreeCheckpoints``
@@ -142,7 +144,7 @@ class TreeLightningModule(L.LightningModule):
         assert self.model is not None
         files = _data_of(self.trainer).open_dataset().reader.files
         self.data_sizes = files.sizes() if config.training.epochs is not None else None
-        self._optimizer_step = None  # an earlier fit had other optimizers
+        self._optimizer_step, self.num_steps = None, -1  # an earlier fit had others
         self.optimizer_container = build_optimizers(config.optimizer, self.model)
         # ``start`` replaces the schedule, as soon as all that a fit resumes from is loaded.
         placeholder = max(config.lr_scheduler.warmup_steps, 1)
@@ -150,15 +152,21 @@ class TreeLightningModule(L.LightningModule):
         (optimizer,), (scheduler,) = self.optimizer_container, lr_schedulers.schedulers
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
-    def start(self) -> None:
+    def start(self) -> TreeDataset:
         """Moves the data to the position in ``progress``, and counts the steps of the run from there."""
-        config, done, dataset = self.config, self.global_step, _data_of(self.trainer).at_progress()
+        config, done, dataset = self.config, self.global_step, _data_of(self.trainer).dataset
+        assert dataset is not None
+        if data := self.progress.data:  # the dataset may be ahead of the last step that was trained
+            restore_position(dataset, dataset.state_dict() | data, config.checkpoint.allow_changes)
         self.num_steps = num_steps(config, dataset, self.data_sizes, done)
+        if self.stopping:
+            self.stopping.num_steps = self.num_steps
         schedule = build_lr_schedulers(config.lr_scheduler, self.optimizer_container, self.num_steps, done)
         vars(self.lr_schedulers()).update(vars(schedule.schedulers[0]))
+        return dataset
 
     def on_train_start(self) -> None:
-        if self.stopping is None:  # else ``TreeCheckpoints`` has called it
+        if self.num_steps < 0:  # Lightning has not fetched a batch ahead
             self.start()
         self.trainer.should_stop = self.global_step >= self.num_steps  # nothing is left after a resume
         if self.config.training.compile and not self.trainer.should_stop:
@@ -166,7 +174,7 @@ class TreeLightningModule(L.LightningModule):
 
     def training_step(self, batch: Iterator[SynchronizedInput], batch_idx: int) -> None:
         """Runs one optimizer step on the next input, and logs its values under the names of metrics.csv."""
-        with self.stopping.guard_step() if self.stopping else nullcontext():
+        with self.stopping.guard_step(saves=False) if self.stopping else nullcontext():
             self._train_step(batch)
         self.trainer.should_stop |= self.progress.step >= self.num_steps
 
@@ -269,14 +277,6 @@ class TreeDataModule(L.LightningDataModule):
         )
         return self.dataset
 
-    def at_progress(self) -> TreeDataset:
-        """Moves the dataset, which may be ahead, to the position after the last step that was trained."""
-        assert self.dataset is not None
-        if data := _module_of(self.trainer).progress.data:
-            state = self.dataset.state_dict() | data
-            restore_position(self.dataset, state, self.config.checkpoint.allow_changes)
-        return self.dataset
-
     def train_dataloader(self) -> Iterable[Iterator[SynchronizedInput]]:
         """Returns the iterator over the remaining inputs once per step.
 
@@ -305,8 +305,8 @@ class TreeDataModule(L.LightningDataModule):
 
         This starts with the first item, because Lightning makes iterators that it does not use.
         """
-        module, config, dataset = _module_of(self.trainer), self.config, self.at_progress()
-        done = module.global_step
+        module, config = _module_of(self.trainer), self.config
+        done, dataset = module.global_step, module.start()
         left = max(module.num_steps - done, 0)
         loader = build_step_loader(config, module.tree_step, dataset, left, module.balancing, done)
         yield from repeat(synchronized_inputs(iter(loader), module.stopping), left)
@@ -314,6 +314,8 @@ class TreeDataModule(L.LightningDataModule):
 
 class TreeCheckpoints(Checkpoint):
     """Writes and resumes the checkpoints of the table [checkpoint]. They are those of ``Trainer``.
+
+    They hold the states of callbacks, too, also of those that average weights.
 
     A fit starts from the newest checkpoint, which either trainer may have written. It ends after a last
     checkpoint if a signal arrives or if the data of a rank are wrong.
@@ -337,26 +339,37 @@ class TreeCheckpoints(Checkpoint):
             architecture=module.architecture(),
             run_config=config,
         )
+        callbacks: Any = trainer.callbacks
+        self.checkpoints.more_state = partial(callback_states, callbacks, trainer, module)
         self.checkpoints.resume()
+        # ``start`` sets the number of steps.
+        module.stopping = StopController(config, module.model, self.checkpoints, progress, num_steps=0)
         if progress.step:
+            load_callback_states(callbacks, trainer, module, *self.checkpoints.more)
             _set_step(trainer, progress.step)
             module.load_balance()
 
     def on_train_start(self, trainer: L.Trainer, *_: object) -> None:
         module, dataset = _module_of(trainer), _data_of(trainer).dataset
         assert dataset is not None
-        module.start()
-        config, progress, steps = module.config, module.progress, module.num_steps
-        module.stopping = StopController(config, module.model, self.checkpoints, progress, steps)
         if module.config.checkpoint.interval:
             module.data_state = in_background(dataset.state_dict)  # reads the files for their checksums
         trainer._signal_connector.teardown()  # Lightning's handlers would end the run without a checkpoint
         module.stopping.signals.__enter__()
 
-    def on_train_end(self, trainer: L.Trainer, *_: object) -> None:
-        """Writes the last checkpoint of a run, which a setting of Lightning may have ended early."""
+    def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
+        """Writes a checkpoint of the step before if it is due. Callbacks have seen all of that step."""
+        _module_of(trainer).stopping.save()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: object) -> None:
+        """Writes the last checkpoint of a run, which a setting of Lightning may have ended early.
+
+        After this, a callback that averages weights writes the averages into the model.
+        """
         if _module_of(trainer).progress.step:
             self.checkpoints.save(due=True)
+
+    def on_train_end(self, trainer: L.Trainer, *_: object) -> None:
         self.checkpoints.close()
 
     def on_exception(self, trainer: L.Trainer, module: Any, error: BaseException) -> None:
@@ -416,6 +429,10 @@ def _check_trainer(trainer: L.Trainer, config: Config) -> None:
     def refuse(setting: str, expected: str, got: object, fix: str) -> None:
         raise UserError(f"lightning.Trainer: {setting}: expected {expected}, got {got!r}; {fix}")
 
+    averaging = [kind for kind in trainer.callbacks if isinstance(kind, StochasticWeightAveraging)]
+    if averaging:
+        fix = "use EMAWeightAveraging or WeightAveraging, which count steps: a run has one epoch of Lightning"
+        refuse("callbacks", "none that counts epochs", type(averaging[0]).__name__, fix)
     if trainer.gradient_clip_val is not None:
         fix = "set optimizer.max_grad_norm in the configuration"
         refuse("gradient_clip_val", "None", trainer.gradient_clip_val, fix)

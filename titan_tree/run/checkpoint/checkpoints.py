@@ -15,7 +15,7 @@ import json
 import logging
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -73,9 +73,16 @@ class Checkpoints:
             from checkpoints with the same architecture.
         run_config: the whole configuration. A resume names what has changed.
 
+    Attributes:
+        more_state: makes further state, as JSON values, and adds its tensors to a dict. None: there is none.
+        more: this state, as it was loaded; (None, {}) if the checkpoint has none.
+
     Raises:
         UserError: the folder cannot be written, another run uses it, or not all ranks see it.
     """
+
+    more_state: Callable[[dict[str, Tensor]], object] | None = None
+    more: tuple[object, dict[str, Tensor]] = (None, {})
 
     def __init__(
         self,
@@ -150,6 +157,7 @@ class Checkpoints:
         self.writing = step, unfinished
         with self._removed_on_failure():
             call_on_rank_0(partial(unfinished.mkdir, exist_ok=True))
+            tensors, more = self._tensors(), dict[str, Tensor]()
             content = {
                 "run": self.lock.run,
                 "step": step,
@@ -157,12 +165,15 @@ class Checkpoints:
                 "lr_scheduler": {"last_epoch": step},  # for versions before 2026-11-28
                 "architecture": self.architecture,
                 "config": dataclasses.asdict(self.run_config),
+                "more": self.more_state(more) if self.more_state else None,
             }
+            if more:
+                tensors["more"] = more
             writer = CheckpointWriter(unfinished, self._path(step), content)
             if self._background:
-                self._written = self._background.start(self._tensors(), writer)
+                self._written = self._background.start(tensors, writer)
                 return True
-            dcp.save(self._tensors(), storage_writer=writer)
+            dcp.save(tensors, storage_writer=writer)
         self._saved()
         return True
 
@@ -219,13 +230,22 @@ class Checkpoints:
         tensors = self._tensors()
         _check_dtypes(path, tensors, reader)
         with _damaged(path):
+            more = {
+                name.removeprefix("more."): torch.empty(stored.size, dtype=stored.properties.dtype)
+                for name, stored in reader.metadata.state_dict_metadata.items()
+                if name.startswith("more.") and isinstance(stored, TensorStorageMetadata)
+            }
+            if more and self.more_state:
+                dcp.load({"more": more}, storage_reader=reader)
             dcp.load(tensors, storage_reader=reader)
             call_on_all_ranks_keep_rank0(partial(_check_finite, tensors))
         self.model.load_state_dict(self.model.state_dict() | tensors["model"])
         # The hyperparameters of the optimizer are those of the configuration.
         self.optimizers.load_state_dict(self.optimizers.state_dict() | tensors["optimizer"])
         self.progress.step, self.progress.data = step, data
-        self.last_saved = step
+        self.last_saved, self.more = step, (content.get("more"), more)
+        if content.get("more") and not self.more_state:
+            logger.info("%s: the states of Lightning's callbacks are left out", path)
 
     def _saved(self) -> None:
         """Notes that a checkpoint is complete, and deletes those that are no longer kept."""
