@@ -129,7 +129,6 @@ _MOVED = {  # modules of earlier versions -> their successors
     "folder": "run.folder",
     "integrations.trl": "integrations.hugging_face",
     "leaving": "run.stopping",
-    "lightning": "integrations.lightning",
     "metrics": "run.metrics",
     "model_setup": "run.model_setup",
     "models.attention": "models.block",
@@ -149,6 +148,10 @@ _MOVED = {  # modules of earlier versions -> their successors
 _ROWS = "make TokenPaths of the rows, as docs/frameworks.md shows"
 _REMOVED = {  # modules without a successor -> what to do instead
     "cli.__main__": "run `python -m titan_tree COMMAND`",
+    "lightning": (
+        "run `python -m titan_tree train CONFIG.toml --trainer lightning`, or import "
+        "titan_tree.integrations.lightning"
+    ),
     "rl.__main__": "run `python -m titan_tree rl CONFIG.toml`",
     "train": "run `python -m titan_tree train CONFIG.toml`",
     "bench": "import benchmarks in a clone of the repository; titan_tree.cli.bench has titan-tree bench real",

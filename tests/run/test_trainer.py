@@ -283,7 +283,7 @@ def test_data_that_end_before_the_last_step_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"training__steps": "null", "training__epochs": 1, "data__global_batch_groups": 3}
-    monkeypatch.setattr(TreeDataset, "num_steps", lambda *_, **__: 5)
+    monkeypatch.setattr(TreeDataset, "steps_left", lambda *_, **__: 5)
     with pytest.raises(UserError, match=r"^data\.files: they end before step 4 of 5"):
         train(tiny_config(tmp_path, **options))
 

@@ -312,9 +312,10 @@ def test_the_folder_of_a_run_has_its_curves_and_its_data(tmp_path, capsys):
     mean = np.mean([task["reward"] for task in demo_tasks(1)[0]["trajectories"]])
     for reward, value in zip(rewards, values, strict=True):
         assert value == pytest.approx([reward - mean] * len(value), abs=1e-6)
-    (tmp_path / "metrics.csv").write_text("step,loss\n1,x\n")
-    assert main(["xray", str(tmp_path), "--json"]) == 2
-    assert "metrics.csv:2: expected a step and numbers; repair the line" in capsys.readouterr().err
+    for damaged in (b"step,loss\n1,x\n", b"step,loss\n1,\xff\n2,1\n", b"step,loss\n\x001,1\n"):
+        (tmp_path / "metrics.csv").write_bytes(damaged)
+        assert main(["xray", str(tmp_path), "--json"]) == 2
+        assert "metrics.csv:2: expected a step and numbers; repair the line" in capsys.readouterr().err
 
 
 def test_warnings_are_counted_by_file(sessions, tmp_path):

@@ -339,7 +339,7 @@ class TreeCheckpoints(Checkpoint):
             architecture=module.architecture(),
             run_config=config,
         )
-        callbacks: Any = trainer.callbacks
+        callbacks = module.trainer.callbacks
         self.checkpoints.more_state = partial(callback_states, callbacks, trainer, module)
         self.checkpoints.resume()
         # ``start`` sets the number of steps.
@@ -423,7 +423,7 @@ def _data_of(trainer: L.Trainer) -> TreeDataModule:
     return data
 
 
-def _check_trainer(trainer: L.Trainer, config: Config) -> None:
+def _check_trainer(trainer: Any, config: Config) -> None:
     """Raises UserError if a setting of Lightning's Trainer contradicts the configuration."""
 
     def refuse(setting: str, expected: str, got: object, fix: str) -> None:

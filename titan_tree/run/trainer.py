@@ -99,7 +99,8 @@ class Trainer:
         UserError: the configuration, the data and the checkpoints do not fit together.
     """
 
-    _open: ClassVar[ExitStack] = ExitStack()  # what ``close`` of the newest trainer releases
+    _newest: ClassVar[ExitStack] = ExitStack()  # ``_open`` of the newest trainer
+    _open: ExitStack  # what ``close`` releases
 
     # The process.
     config: Config
@@ -135,8 +136,8 @@ class Trainer:
 
     def __init__(self, config: Config) -> None:
         refuse_in_worker()
-        Trainer._open.close()
-        self._open = Trainer._open = ExitStack()
+        Trainer._newest.close()
+        self._open = Trainer._newest = ExitStack()
         self.config = config
         if (launch := Launch.of()) and launch.num_ranks > 1:
             record_collectives(Path(config.folder))

@@ -50,8 +50,12 @@ def _curves(file: str) -> Curves:
     if not os.path.lexists(file):
         return {}
     columns: Curves = {}
-    with open(file, newline="", encoding="utf-8", opener=regular) as lines:
-        for number, row in enumerate(csv.DictReader(lines), start=2):
+    with open(file, newline="", encoding="utf-8", errors="backslashreplace", opener=regular) as lines:
+        try:
+            rows = list(csv.DictReader(lines))
+        except csv.Error as error:
+            raise UserError(f"{file}: {error}; repair or remove it") from None
+        for number, row in enumerate(rows, start=2):
             try:
                 step = int(row["step"])
                 values = {name: float(text) for name, text in row.items() if name != "step" and text}
