@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import Any
 
 from titan_tree.errors import UserError, shorten, unknown_name
-from titan_tree.signals import Interrupted
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -100,7 +99,7 @@ def calling(where: str, passed: tuple[type[Exception], ...] = ()) -> Iterator[No
         yield
     except (Exception, SystemExit) as error:
         lacks_memory = isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError))
-        if lacks_memory or isinstance(error, (UserError, Interrupted, *passed)):
+        if lacks_memory or isinstance(error, (UserError, *passed)):
             raise
         raise UserError(f"{where}: {_described(error)}") from error
     finally:
