@@ -148,7 +148,10 @@ _MOVED = {  # modules of earlier versions -> their successors
 _ROWS = "make TokenPaths of the rows, as docs/frameworks.md shows"
 _REMOVED = {  # modules without a successor -> what to do instead
     "cli.__main__": "run `python -m titan_tree COMMAND`",
-    "lightning": "run `python -m titan_tree train CONFIG.toml --trainer lightning`",
+    "lightning": (
+        "run `python -m titan_tree train CONFIG.toml --trainer lightning`, or import "
+        "titan_tree.integrations.lightning"
+    ),
     "rl.__main__": "run `python -m titan_tree rl CONFIG.toml`",
     "train": "run `python -m titan_tree train CONFIG.toml`",
     "bench": "import benchmarks in a clone of the repository; titan_tree.cli.bench has titan-tree bench real",

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import re
 from typing import Any, get_args
 
 import numpy as np
@@ -68,7 +69,7 @@ TOKEN_LOSSES = {
     "sft": lambda n, o, f, A, m: -n,
     "reinforce": lambda n, o, f, A, m: -A * n,
     "ppo": lambda n, o, f, A, m: ppo(n, o, A, 0.1, 0.3),
-    "grpo": lambda n, o, f, A, m: ppo(n, o, A, 0.1, 0.3) + 0.1 * ((f - n).exp() - (f - n) - 1),
+    "grpo": lambda n, o, f, A, m: ppo(n, o, A, 0.1, 0.3) + 0.1 * ((f - n).exp() - (f - n) - 1).clamp(max=10),
     "gspo": lambda n, o, f, A, m: gspo(n, o, A, m, 0.1, 0.3),
 }
 
@@ -233,7 +234,8 @@ def extreme_ratio(name, x, advantage, dtype):
         want = exact_clipped(x, advantage, 0.1, 0.3)
     if name == "grpo":
         penalty = math.exp(-x) if x > -700 else math.inf
-        want = want[0] + 0.1 * (penalty - 1 + x), want[1] + 0.1 * (1 - penalty)
+        k3, slope = penalty - 1 + x, 1 - penalty
+        want = want[0] + 0.1 * min(k3, 10.0), want[1] + 0.1 * (slope if k3 < 10 else 0.0)
     largest = torch.finfo(dtype).max
     want = [math.copysign(math.inf, value) if abs(value) > largest else value for value in want]
     # A log-ratio is a difference: its rounding error is that of the log-probs.
@@ -452,14 +454,63 @@ def test_fields_of_the_paths_must_be_constants():
         TreeLoss("ppo")(torch.zeros(1), batch, 1.0)
 
 
-def test_other_errors_of_a_registered_loss_keep_their_traceback():
-    def mine(logprobs, pairs):
-        return logprobs + "text"
+def with_too_few(logprobs):
+    return -logprobs
 
-    register_loss("mine")(mine)
+
+def with_a_bug(logprobs, pairs):
+    return logprobs + "text"
+
+
+def with_an_exit(logprobs, pairs):
+    raise SystemExit(0)
+
+
+def without_gradient(logprobs, pairs):
+    return -logprobs.detach()
+
+
+def under_no_grad(logprobs, pairs):
+    torch.set_grad_enabled(False)
+    return -logprobs
+
+
+def in_place(logprobs, pairs):
+    return -logprobs.mul_(2)
+
+
+def in_place_of_a_field(logprobs, pairs):
+    pairs.loss_mask.zero_()
+    return -logprobs
+
+
+CALLED = r" \(loss\.name\), called with \(logprobs, pairs\): "
+HERE = rf"{re.escape(__file__)}:\d+: "
+
+
+@for_each(
+    "loss, message",
+    [
+        (with_too_few, rf"{CALLED}TypeError: with_too_few\(\) takes 1"),
+        (with_a_bug, rf"{CALLED}{HERE}TypeError: .*str"),
+        (with_an_exit, rf"{CALLED}{HERE}SystemExit: 0$"),
+        (without_gradient, ": expected losses with a gradient with respect to logprobs, got none; compute"),
+        (under_no_grad, ": expected losses with a gradient with respect to logprobs, got none; compute"),
+        (in_place, ": expected unchanged inputs, but it changes logprobs in place; compute"),
+        (in_place_of_a_field, ": expected unchanged inputs, but it changes loss_mask in place; compute"),
+        (lambda logprobs, pairs: logprobs * 1j, ": expected losses .* got dtype torch.complex"),
+        (
+            lambda logprobs, pairs: (-logprobs, {"m": logprobs * 1j}),
+            ": metric 'm': .* got dtype torch.complex",
+        ),
+    ],
+)
+def test_a_loss_of_ones_own_that_fails_is_one_line(loss, message):
     batch = TreeBatch.from_trees([TokenTree.from_paths([TokenPath([1, 2])])])
-    with pytest.raises(TypeError, match="str"):
-        TreeLoss("mine")(torch.zeros(1), batch, 1.0)
+    logprobs = torch.zeros(1, requires_grad=True)
+    with LOSSES.registered("mine", loss), pytest.raises(UserError, match=f"^loss 'mine'{message}"):
+        TreeLoss("mine")(logprobs, batch, 1.0)
+    assert torch.is_grad_enabled()
 
 
 def test_errors_name_the_setting_and_what_was_expected():

@@ -382,3 +382,39 @@ def test_wrong_options_are_refused_before_anything_is_read(tmp_path):
         sample_reader(file, advantage_options={"once": True})
     with pytest.raises(UserError, match=r"data.advantage: expected one of .*tree_rl.* got 'trl'"):
         sample_reader(file, advantage="trl")
+
+
+def leaving(turns):
+    raise SystemExit(0)
+
+
+def without_arguments():
+    return []
+
+
+def too_few(turns):
+    return turns.per_path(turns.rewards)[1:]
+
+
+def imaginary(turns):
+    return [value * 1j for value in turns.per_path(turns.rewards)]
+
+
+CALLED = r" \(data\.advantage\), called with \(turns\): "
+
+
+@for_each(
+    "estimator, message",
+    [
+        (without_arguments, rf"{CALLED}TypeError: .* takes 0 positional arguments"),
+        (leaving, rf"{CALLED}.*\.py:\d+: SystemExit: 0$"),
+        (lambda turns: None, rf"{CALLED}TypeError: 'NoneType'"),
+        (too_few, ": expected an array of real numbers per path, one per token, of shapes"),
+        (lambda turns: turns.rewards, r": .* of shapes \[\(5,\), .* got \[\(\), .* of float64; turns\.per"),
+        (imaginary, r": .* of complex128; turns\.per_path and"),
+    ],
+)
+def test_an_estimator_of_ones_own_that_fails_is_one_line(estimator, message):
+    expected = f"^advantage estimator 'mine'{message}"
+    with ADVANTAGES.registered("mine", estimator), pytest.raises(UserError, match=expected):
+        advantages("mine", TREE, [1, 0, 1, 0])

@@ -425,7 +425,7 @@ def test_weights_repeat_and_leave_out_groups(tmp_path):
     for step in whole:
         steps.append(as_data(step))
         positions.append(whole.position())
-    assert len(steps) == whole.num_steps(whole.reader.files.sizes())
+    assert len(steps) == whole.steps_left(whole.reader.files.sizes())
     counts = Counter(tokens[1] for step in steps for micro in step for tokens, _ in micro)
     often, once, seldom = ([counts[first + i] for i in range(40)] for first in (0, 100, 200))
     assert set(often) <= set(range(6, 10))
@@ -452,7 +452,7 @@ def test_an_epoch_without_groups_is_refused(tmp_path):
         next(iter(endless))
     three = tree_dataset(file, weights=[0.5], epochs=30)
     with pytest.raises(UserError, match=r"data\.weights: epoch \d+ contains no group"):
-        three.num_steps(three.reader.files.sizes())
+        three.steps_left(three.reader.files.sizes())
 
 
 @for_each("seed", range(20))
@@ -475,7 +475,7 @@ def test_num_steps_is_the_number_of_steps_on_every_rank(tmp_path, seed):
         "epochs": draw.randrange(1, 4),
     }
     ranks = [tree_dataset(files, rank=rank, world_size=3, **settings) for rank in range(3)]
-    expected = ranks[0].num_steps(ranks[0].reader.files.sizes())
+    expected = ranks[0].steps_left(ranks[0].reader.files.sizes())
     steps = [list(rank) for rank in ranks]
     assert [len(of_rank) for of_rank in steps] == [expected] * 3
     done = draw.randrange(expected)

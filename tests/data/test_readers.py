@@ -3,13 +3,15 @@
 import gzip
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support.cases import for_each
 from tests.support.datasets import tree_dataset
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.data.readers import READERS, find_files, read_records
+from titan_tree.data.readers import READERS, Reader, find_files, read_records
 from titan_tree.data.readers.row_reader import RowReader
 from titan_tree.errors import UserError, printable
 
@@ -286,19 +288,63 @@ def test_a_session_of_gemini_is_refused_by_name(tmp_path):
             read([write(tmp_path / "f", *rows)])
 
 
-class Unfinished(RowReader):
-    """Lacks ``convert``."""
-
-
-def test_a_reader_without_its_methods_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(READERS, "_entries", READERS._entries | {"mine": Unfinished})
-    with pytest.raises(UserError, match=r"data.format mine: Unfinished has no convert; define it"):
-        read([write(tmp_path / "f", {"a": 1})], format="mine")
-
-
 def test_an_id_that_appears_twice_is_named_once(tmp_path, caplog):
     rows = [{"id": name, "messages": MESSAGES} for name in ("a", "b", "a", "b")]
     dataset = tree_dataset([write(tmp_path / "f", *rows)], TreeTokenizer.byte_level())
     assert len(list(dataset.reader.files.groups())) == 4
     (line,) = [r.message for r in caplog.records if "appeared before" in r.message]
     assert line.startswith(f"{tmp_path}/f:3: the id 'a' appeared before")
+
+
+class Abstract(RowReader):
+    """Lacks ``convert``."""
+
+
+def reader(function, recognizes=lambda self, source: True):
+    return type("Mine", (Reader,), {"records": function, "recognizes": recognizes})
+
+
+def exits(self, source):
+    yield f"{source.path}:1", {"tokens": [1]}
+    raise SystemExit(0)
+
+
+def opens(self, source):
+    yield from Path(f"{source.path}.missing").read_text()
+
+
+KEYED = r"data format 'mine' \(data\.format\)(, called with \(source\))?: "
+
+
+@pytest.mark.parametrize("format", ["mine", "auto"])
+@for_each(
+    "mine, message",
+    [
+        (Abstract, rf"^{KEYED}TypeError: Can't instantiate abstract class Abstract"),
+        (reader(lambda self: iter(())), rf"^{KEYED}TypeError: .* takes 1 positional argument"),
+        (reader(lambda self, source: None), rf"^{KEYED}TypeError: 'NoneType' object is not iterable"),
+        (reader(lambda self, source: iter([])), "expected at least one record in the format mine, got none"),
+        (
+            reader(lambda self, source: iter([{"tokens": [1]}])),
+            "data.format: 'mine': expected .place, record",
+        ),
+        (reader(exits), rf"^{KEYED}.*\.py:\d+: SystemExit: 0"),
+        (reader(opens), r"a\.jsonl: cannot be read: No such file"),
+    ],
+)
+def test_a_reader_of_ones_own_that_fails_is_one_line(tmp_path, mine, message, format):
+    file = write(tmp_path / "a.jsonl", {"unknown": 1})
+    with READERS.registered("mine", mine):
+        if format == "auto":
+            mine.recognizes_row = lambda self, row: True
+        with pytest.raises(
+            UserError, match=message.replace(r" \(data\.format\): ", r" \(data\.format\).*: ")
+        ):
+            list(read([file], format=format))
+
+
+def test_what_recognizes_a_file_is_named_if_it_fails(tmp_path):
+    file, mine = write(tmp_path / "a.jsonl", {"unknown": 1}), reader(exits, lambda self: True)
+    expected = r"^data format 'mine' .*, called with \(source\): TypeError: .*takes 1"
+    with READERS.registered("mine", mine), pytest.raises(UserError, match=expected):
+        read([file])

@@ -16,7 +16,9 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, StochasticWeightAveraging, Timer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.states import RunningStage
 from torch.multiprocessing import ProcessExitedException
 
 from tests.support.hf_families import hf_family
@@ -279,3 +281,77 @@ def test_wrong_data_end_a_run_after_a_checkpoint(tmp_path: Path, monkeypatch: py
     with pytest.raises(UserError, match=f"^{re.escape(ended)}$"):
         fit(tiny_config(tmp_path, checkpoint__interval=100), lightning_trainer(tmp_path, TreeCheckpoints()))
     assert newest.is_dir()
+
+
+class Elapsed(Timer):
+    """Counts 100 seconds for each step."""
+
+    steps = 0
+
+    def time_elapsed(self, stage: str = RunningStage.TRAINING) -> float:
+        return 100.0 * self.steps + self._offset if stage == RunningStage.TRAINING else 0.0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps += 1
+
+
+def test_a_resume_continues_averages_and_states_of_callbacks(tmp_path: Path) -> None:
+    """A run that ends early and is resumed equals one without a break, in both kinds of checkpoints."""
+    write_groups(tmp_path / "held_out.jsonl", num_groups=3, seed=1)
+    validation = {"validation__files": tmp_path / "held_out.jsonl", "validation__interval": 2}
+    ended = {}
+    for name, interval, stops in (("whole", 10, [-1]), ("ends early", 10, [2, -1]), ("interval", 2, [3, -1])):
+        options = {
+            "checkpoint__interval": interval,
+            "optimizer__lr": 0.01,
+            "training__steps": 6,
+            **validation,
+        }
+        config = tiny_config(tmp_path / name, **options)
+        for stop in stops:
+            stopping = EarlyStopping("validation_loss", patience=99, mode="max")  # counts every validation
+            callbacks = [EMAWeightAveraging(decay=0.5), Elapsed("01:00:00:00"), stopping, TreeCheckpoints()]
+            trainer = lightning_trainer(tmp_path / name, callbacks=callbacks, max_steps=stop)
+            if stop == -1 and name == "interval":  # the run was killed after step 3
+                shutil.rmtree(tmp_path / name / "run" / "checkpoints" / "step-3")
+            module = fit(config, trainer)
+        losses = {step: values["loss"] for step, values in logged(tmp_path / name).items() if step > 3}
+        states = stopping.state_dict(), callbacks[1].time_elapsed()
+        ended[name] = weights_of(module.model), losses, states
+    weights, losses, states = ended["whole"]
+    assert losses.keys() == {4, 5, 6}
+    assert states[0]["wait_count"] == 2
+    assert states[1] == 600
+    for name in ("ends early", "interval"):
+        assert ended[name][1:] == (losses, states), name
+        for key, average in ended[name][0].items():
+            assert torch.equal(average, weights[key]), (name, key)
+
+
+def test_a_callback_that_counts_epochs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"callbacks: .* got 'StochasticWeightAveraging'; use EMAWeightAveraging"
+    ):
+        fit(tiny_config(tmp_path), lightning_trainer(tmp_path, StochasticWeightAveraging(0.1)))
+
+
+def test_a_state_that_a_checkpoint_cannot_hold_is_refused(tmp_path: Path) -> None:
+    class Odd(L.Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"path": tmp_path}
+
+    config = tiny_config(tmp_path, checkpoint__interval=2)
+    with pytest.raises(
+        UserError, match=r"^lightning/callbacks/.*Odd.*/path: expected numbers, .* got PosixPath"
+    ):
+        fit(config, lightning_trainer(tmp_path, callbacks=[Odd(), TreeCheckpoints()]))
+
+
+def test_another_batch_size_with_a_checkpoint_of_lightning_trains_the_rest(tmp_path: Path) -> None:
+    options = {"training__steps": "null", "training__epochs": 2, "checkpoint__allow_changes": True}
+    fit(tiny_config(tmp_path, data__global_batch_groups=3, **options), lightning_trainer(tmp_path / "a"))
+    config = tiny_config(tmp_path, data__global_batch_groups=18, lr_scheduler__warmup_steps=4, **options)
+    trainer = lightning_trainer(tmp_path / "b")
+    fit(config, trainer, tmp_path / "a" / "checkpoints" / "step=3.ckpt")
+    assert trainer.global_step == 4
+    assert logged(tmp_path / "b")[4]["lr"] == pytest.approx(config.optimizer.lr, rel=1e-6)

@@ -75,6 +75,14 @@ def test_what_a_module_lacks_is_named(module: OwnModel) -> None:
         tree_logprobs(PlainModel(module), [[0, 61]])
 
 
+def test_hidden_states_of_another_shape_are_refused(module: OwnModel) -> None:
+    module.head = nn.Linear(8, 61)
+    with pytest.raises(
+        UserError, match=r"^PlainModel: AllRules: expected hidden states \[2, 8\] of .* \[2, 32\]$"
+    ):
+        PlainModel(module)
+
+
 def test_dropout_is_refused(module: OwnModel) -> None:
     module.norms.append(nn.Dropout(0.1))
     with pytest.raises(UserError, match=r"^PlainModel: norms\.3: expected no dropout, .*, got p = 0\.1; set"):
@@ -87,3 +95,35 @@ def test_costs_are_those_of_matrices_and_calls(module: OwnModel) -> None:
     assert costs.flops_per_token == 6 * (2 * 32 * 96 + 32 * 4 + 96 * 4) + (18 + 18 + 12) * 2 * 16 * 16
     assert costs.flops_per_visible_pair == 12 * 32
     assert costs.flops_per_edge == 6 * 61 * 32
+
+
+class Mixing(OwnModel):
+    """Mixes each token with the token before it in the batch, which may be of another branch."""
+
+    def hidden_states(self, tokens: Tensor, positions: Tensor, tree) -> Tensor:
+        x = super().hidden_states(tokens, positions, tree)
+        return x + 0.1 * x.roll(1, 0)
+
+
+class OwnPositions(OwnModel):
+    """Counts positions in the batch instead of on the path."""
+
+    def hidden_states(self, tokens: Tensor, positions: Tensor, tree) -> Tensor:
+        return super().hidden_states(tokens, torch.arange(len(tokens)), tree)
+
+
+@pytest.mark.parametrize("kind", [Mixing, OwnPositions])
+@pytest.mark.parametrize("lists", [[[1, 2, 3], [1, 2, 4, 5]], [[1, 2]]])  # also if the batch has no branch
+def test_a_module_that_mixes_tokens_without_the_tree_is_refused(
+    kind: type[OwnModel], lists: list[list[int]]
+) -> None:
+    model = PlainModel(kind())
+    with pytest.raises(UserError, match=rf"^PlainModel: {kind.__name__}: expected hidden states that depend"):
+        tree_logprobs(model, lists)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_module_that_mixes_by_the_tree_passes_the_check_in_any_dtype(dtype: torch.dtype) -> None:
+    for seed in range(5):
+        torch.manual_seed(seed)
+        tree_logprobs(PlainModel(OwnModel().to(dtype)), [[1, 2]])

@@ -6,6 +6,7 @@ import logging
 import math
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.datasets import tree_dataset
 from tests.support.tiny_run import SMALL, VOCAB, read_metrics, tiny_config, train, write_groups
-from titan_tree import OneRank, clip_and_step
+from titan_tree import OneRank, Trainer, clip_and_step
 from titan_tree.components.tree_loss.loss import TreeLoss
+from titan_tree.components.tree_loss.settings import LOSSES
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.distributed.titan import FullAC, SelectiveAC, TreeSelectiveAC
 from titan_tree.engine.tree_step import TreeStep
@@ -29,8 +32,10 @@ from titan_tree.models.pretrained import build_model, load_pretrained
 from titan_tree.models.settings import ModelConfig
 from titan_tree.run import build
 from titan_tree.run.checkpoint.storage import CheckpointWriter, read_manifest
+from titan_tree.run.config import Config
 from titan_tree.run.model_setup import build_parallel_model
 from titan_tree.scoring.score_trees import tree_logprobs
+from titan_tree.signals import SIGNALS
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
@@ -279,7 +284,7 @@ def test_data_that_end_before_the_last_step_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"training__steps": "null", "training__epochs": 1, "data__global_batch_groups": 3}
-    monkeypatch.setattr(TreeDataset, "num_steps", lambda *_, **__: 5)
+    monkeypatch.setattr(TreeDataset, "steps_left", lambda *_, **__: 5)
     with pytest.raises(UserError, match=r"^data\.files: they end before step 4 of 5"):
         train(tiny_config(tmp_path, **options))
 
@@ -385,3 +390,27 @@ def test_a_script_without_a_guard_ends_with_one_message(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "AgreedError: data.workers: a worker process ended unexpectedly" in result.stderr
     assert 'put the training under if __name__ == "__main__":' in result.stderr
+
+
+def test_a_process_makes_one_trainer_after_another(tmp_path: Path) -> None:
+    def config(name: str, **options: Any) -> Config:
+        return tiny_config(tmp_path / name, training__steps=1, checkpoint__interval=1, **options)
+
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+    with pytest.raises(UserError, match="no such file"):
+        Trainer(config("bad", data__files="gone.jsonl"))
+    with LOSSES.registered("mine", lambda: 0.0), pytest.raises(UserError, match=r"^loss 'mine' "):
+        Trainer(config("run", loss__name="mine", training__deterministic=True)).train()
+    assert torch.are_deterministic_algorithms_enabled()
+    for _ in range(2):  # in the folder of the failed run, and again without a call of close
+        trainer = Trainer(config("run"))
+        trainer.train()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert [signal.getsignal(number) for number in SIGNALS] == handlers
+    another = Trainer(config("another"))
+    trainer.close()  # releases nothing of the newer one
+    another.train()
+    another.close()
+    another.close()
+    assert not dist.is_initialized()
+    assert [row["step"] for row in read_metrics(another.config)] == ["1"]

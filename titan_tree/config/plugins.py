@@ -18,6 +18,8 @@ from typing import Any
 
 from titan_tree.errors import UserError, shorten, unknown_name
 
+PACKAGE = Path(__file__).parents[1]
+
 _imported: list[str] = []
 _importing: list[str] = []  # the plugins that are being imported, the innermost one last
 _refusals = 0  # nested calls of ``imports_refused``
@@ -81,6 +83,30 @@ def import_plugin(module: str) -> ModuleType:
     return loaded
 
 
+@contextmanager
+def calling(where: str, passed: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Calls code of the user within a ``with`` statement: what it raises becomes a UserError of one line.
+
+    ``sys.exit`` is no end of a run, and what the code sets for autograd holds only within the statement.
+
+    Args:
+        where: the key that named the code, its name, and what it is called with.
+        passed: exceptions that the caller handles.
+    """
+    torch: Any = sys.modules.get("torch")
+    enabled = torch and torch.is_grad_enabled()
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        lacks_memory = isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError))
+        if lacks_memory or isinstance(error, (UserError, *passed)):
+            raise
+        raise UserError(f"{where}: {_described(error)}") from error
+    finally:
+        if torch:
+            torch.set_grad_enabled(enabled)
+
+
 def is_import_string(name: object) -> bool:
     """Returns whether a name has the form "module:attribute"."""
     return isinstance(name, str) and re.fullmatch(r"[\w.]+:\w+", name) is not None
@@ -104,14 +130,20 @@ def _explain(module: str, error: BaseException, directory: str) -> str:
             f"there is no module {missing!r} among the installed packages or in the current directory "
             f"{directory}; install it, or start the command in the folder that contains it"
         )
+    return f"cannot import {module}: {_described(error)}"
+
+
+def _described(error: BaseException) -> str:
+    """Returns an error of the user's code in one line, with the file and line of this code that caused it."""
     kind, message = type(error).__name__, " ".join(str(error).split())
     if isinstance(error, SyntaxError) and error.filename:
-        return f"cannot import {module}: {error.filename}:{error.lineno}: {kind}: {error.msg}"
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename][
-        1:
+        return f"{error.filename}:{error.lineno}: {kind}: {error.msg}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        f for f in frames if "importlib" not in f.filename and not Path(f.filename).is_relative_to(PACKAGE)
     ]
     if own:  # the deepest line in the module's own folder, rather than one of a library that it calls
         folder = Path(own[0].filename).parent
         frame = [frame for frame in own if Path(frame.filename).is_relative_to(folder)][-1]
-        return f"cannot import {module}: {frame.filename}:{frame.lineno}: {kind}: {message}"
-    return f"cannot import {module}: {kind}: {message}"
+        return f"{frame.filename}:{frame.lineno}: {kind}: {message}"
+    return f"{kind}: {message}"

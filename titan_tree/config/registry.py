@@ -7,11 +7,11 @@ can also name code of its own, as "module:attribute" (plugins.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any, Generic, TypeVar
 
-from titan_tree.config.plugins import import_attribute, importing, is_import_string
+from titan_tree.config.plugins import calling, import_attribute, importing, is_import_string
 from titan_tree.errors import UserError, shorten, unknown_name
 
 T = TypeVar("T")
@@ -29,13 +29,17 @@ class Registry(Generic[T]):
         kind: the word for an entry in error messages, such as "loss".
         entries: implementations or import strings by name. Error messages list the names in this order.
         interface: attributes by which an implementation that "module:attribute" selects is checked.
+        key: the key of the configuration that selects an entry; None if every entry is used.
     """
 
     def __init__(
-        self, kind: str, entries: Mapping[str, T | str], interface: tuple[str, ...] = ("__call__",)
+        self,
+        kind: str,
+        entries: Mapping[str, T | str],
+        interface: tuple[str, ...] = ("__call__",),
+        key: str | None = None,
     ) -> None:
-        self.kind = kind
-        self.interface = interface
+        self.kind, self.interface, self.key = kind, interface, key
         self._entries: dict[str, T | str] = dict(entries)
         self._owners: dict[str, str | None] = dict.fromkeys(entries, "titan_tree")
         self._selected: dict[str, T] = {}  # by "module:attribute"
@@ -64,6 +68,20 @@ class Registry(Generic[T]):
             yield
         finally:
             self._entries, self._owners = before
+
+    def calling(
+        self, name: str, arguments: str = "", passed: tuple[type[Exception], ...] = ()
+    ) -> AbstractContextManager[None]:
+        """Returns the context for calls of an entry, which names it in errors of the user's code.
+
+        Args:
+            arguments: what it is called with, as in Python.
+            passed: exceptions that the caller handles.
+        """
+        if self._owners.get(name) == "titan_tree":
+            return nullcontext()
+        key = f" ({self.key})" if self.key else ""
+        return calling(f"{self.kind} {name!r}{key}{arguments and f', called with ({arguments})'}", passed)
 
     def __getitem__(self, name: str) -> T:
         """Returns the implementation with this name. Raises UserError for an unknown name."""

@@ -66,7 +66,15 @@ def advantages(
         return []
     once = options.pop("once", name in ONCE)
     turns = Turns(paths, [float(reward) for reward in rewards], rollouts, inherited)
-    values = estimator(turns, **options)
+    with ADVANTAGES.calling(name, ", ".join(["turns", *options])):
+        values = [np.asarray(value) for value in estimator(turns, **options)]
+    shapes, expected_shapes = [value.shape for value in values], [path.tokens.shape for path in paths]
+    if shapes != expected_shapes or any(value.dtype.kind not in "biuf" for value in values):
+        got = f"{shorten(shapes)} of {', '.join(sorted({str(value.dtype) for value in values})) or 'nothing'}"
+        raise UserError(
+            f"advantage estimator {name!r}: expected an array of real numbers per path, one per token, "
+            f"of shapes {shorten(expected_shapes)}, got {got}; turns.per_path and turns.per_token make them"
+        )
     if once:
         values = [value / count for value, count in zip(values, turns.counts(), strict=True)]
     return [value.astype(np.float32) for value in values]

@@ -129,17 +129,32 @@ class TreeDataset:
     def first_group(self) -> Group:
         return next(self._stream(self.epoch, self.group))[2]
 
-    def num_steps(self, sizes: DataSizes, epoch: int = 0, group: int = 0) -> int:
-        """Returns the steps from a position to the end of all ``epochs``, for files of these sizes.
+    def steps_left(self, sizes: DataSizes) -> int | None:
+        """Returns the steps from the position to the end of all ``epochs``; None if there is no end.
 
+        Args:
+            sizes: of the files.
         Raises:
-            UserError: the weights leave an epoch without groups.
+            UserError: the weights leave an epoch without groups, or its groups end before the position.
         """
-        assert self.epochs is not None
-        groups = {number: self.reader.files.num_groups(number, sizes) for number in range(epoch, self.epochs)}
-        for number in (number for number, size in groups.items() if not size):
-            raise _empty_epoch(number)
-        return math.ceil(max(sum(groups.values()) - group, 0) / self.config.global_batch_groups)
+        last = self.epoch + 1 if self.epochs is None else self.epochs
+        groups = [self.reader.files.num_groups(epoch, sizes) for epoch in range(self.epoch, last)]
+        for epoch, size in enumerate(groups, start=self.epoch):
+            self._check_epoch(epoch, size, self.group if epoch == self.epoch else 0)
+        left = sum(groups) - self.group if groups else 0
+        return None if self.epochs is None else math.ceil(left / self.config.global_batch_groups)
+
+    def _check_epoch(self, epoch: int, groups: int, skip: int) -> None:
+        """Raises UserError unless an epoch of this many groups has a first one, and one number ``skip``."""
+        if not groups:
+            raise UserError(
+                f"data.weights: epoch {epoch + 1} contains no group of data.files; raise the weights"
+            )
+        if groups < skip:
+            raise UserError(
+                f"{', '.join(self.reader.files.paths)}: {groups} groups, but the checkpoint was "
+                f"written after {skip} groups; resume with the data that it was written with"
+            )
 
     def position(self) -> dict[str, int]:
         """Returns the position after the last item: the epoch's index, and groups of it already yielded."""
@@ -185,13 +200,7 @@ class TreeDataset:
             for position, group in enumerate(groups, start=1):
                 if position > skip:
                     yield epoch, position, group
-            if not position:
-                raise _empty_epoch(epoch)
-            if position < skip:
-                raise UserError(
-                    f"{', '.join(self.reader.files.paths)}: {position} groups, but the checkpoint was "
-                    f"written after {skip} groups; resume with the data that it was written with"
-                )
+            self._check_epoch(epoch, position, skip)
             epoch, skip = epoch + 1, 0
 
     def _trees(self, batch: Sequence[Group]) -> list[TokenTree]:
@@ -285,7 +294,3 @@ def _drop_experts(paths: Sequence[TokenPath]) -> None:
     """Removes recorded experts that nobody reads, so that they do not travel to other ranks."""
     for path in paths:
         path.routed_experts = None
-
-
-def _empty_epoch(epoch: int) -> UserError:
-    return UserError(f"data.weights: epoch {epoch + 1} contains no group of data.files; raise the weights")

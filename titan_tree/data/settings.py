@@ -29,6 +29,7 @@ ADVANTAGES: Registry[Estimator] = Registry(
         name: f"titan_tree.data.advantages:{name}"
         for name in ("group", "mean", "loo", "gigpo", "tree_rl", "tree_grpo", "spo", "tree_po")
     },
+    key="data.advantage",
 )
 
 PATHS = check(

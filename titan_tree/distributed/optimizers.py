@@ -37,7 +37,8 @@ def optimizer_class(config: OptimizerConfig) -> Callable[..., torch.optim.Optimi
     Raises:
         UserError: its package is missing, or it does not take one of ``config.options``.
     """
-    constructor = OPTIMIZERS[config.name].import_class()
+    with OPTIMIZERS.calling(config.name):
+        constructor = OPTIMIZERS[config.name].import_class()
     known = {
         name: parameter
         for name, parameter in inspect.signature(constructor).parameters.items()
@@ -78,7 +79,8 @@ class Optimizers(titan.OptimizersContainer):
             implementation="fused" if OPTIMIZERS[config.name].fused else "for-loop",
             optimizer_factory_kwargs_by_name={config.name: config.options},
         )
-        super().__init__(container, model_parts=[model])
+        with OPTIMIZERS.calling(config.name, "groups"):
+            super().__init__(container, model_parts=[model])
 
     def _build_param_groups(  # torchtitan chooses groups by regular expressions
         self, model: nn.Module, _: object, implementation: dict[str, bool]
@@ -124,43 +126,35 @@ def build_optimizers(config: OptimizerConfig, model: nn.Module) -> Optimizers:
 
 
 def build_lr_schedulers(
-    config: LRSchedulerConfig, optimizers: Optimizers, steps: int
+    config: LRSchedulerConfig, optimizers: Optimizers, steps: int, done: int = 0
 ) -> titan.LRSchedulersContainer:
-    """Returns a scheduler over ``steps`` optimizer steps for each optimizer. All of them may warm up."""
+    """Returns a scheduler over the steps of the whole run for each optimizer, and sets the learning rates.
+
+    If the warm-up is longer than the run, all steps warm up.
+
+    Args:
+        steps: number of steps of the whole run.
+        done: number of steps that are done.
+    """
     if config.warmup_steps > steps:
         text = "lr_scheduler.warmup_steps: %d is more than the %d steps of the run; all of them warm up"
         logger.warning(text, config.warmup_steps, steps)
     # The schedule moves on when a step is skipped, even the first one.
     warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")
-    return titan.LRSchedulersContainer.Config(
+    schedulers = titan.LRSchedulersContainer.Config(
         warmup_steps=min(config.warmup_steps, steps),
         decay_type=config.decay_type,
         min_lr_factor=config.min_lr_factor,
     ).build(optimizers=optimizers, training_steps=steps)
-
-
-def reschedule(
-    config: LRSchedulerConfig, optimizers: Optimizers, lr_schedulers: titan.LRSchedulersContainer, steps: int
-) -> None:
-    """Gives schedulers in the middle of a run another number of steps of the whole run."""
-    state, others = lr_schedulers.state_dict(), build_lr_schedulers(config, optimizers, steps)
-    for scheduler, other in zip(lr_schedulers.schedulers, others.schedulers, strict=True):
-        scheduler.lr_lambdas = other.lr_lambdas
-    load_schedule(optimizers, lr_schedulers, state)
-
-
-def load_schedule(
-    optimizers: Optimizers, lr_schedulers: titan.LRSchedulersContainer, state: Mapping[str, Any]
-) -> None:
-    """Loads the state of schedulers, and sets the learning rates of their optimizers."""
     with warnings.catch_warnings():
         # torchtitan's scheduler triggers this warning whenever it is loaded.
         warnings.filterwarnings("ignore", message="To get the last learning rate")
-        lr_schedulers.load_state_dict(state)
-    rates = [rate for scheduler in lr_schedulers for rate in scheduler.get_last_lr()]
+        schedulers.load_state_dict({"last_epoch": done})
+    rates = [rate for scheduler in schedulers for rate in scheduler.get_last_lr()]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for group, lr in zip(groups, rates, strict=True):
         group["lr"] = lr
+    return schedulers
 
 
 def clip_and_step(optimizers: Iterable[torch.optim.Optimizer], loss: Tensor, max_norm: float) -> Tensor:

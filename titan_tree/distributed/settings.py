@@ -55,6 +55,7 @@ OPTIMIZERS: Registry[OptimizerSpec] = Registry(
         "adamw8bit": "titan_tree.distributed.adamw:ADAMW_8BIT",
     },
     interface=("import_class", "state_bytes"),
+    key="optimizer.name",
 )
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -29,11 +30,11 @@ from titan_tree.data.data_files import DataSizes
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.loader import refuse_in_worker
 from titan_tree.distributed.mesh import all_ranks
-from titan_tree.distributed.optimizers import Optimizers, build_lr_schedulers, build_optimizers, reschedule
-from titan_tree.distributed.titan import LRSchedulersContainer
+from titan_tree.distributed.optimizers import Optimizers, build_lr_schedulers, build_optimizers
 from titan_tree.engine.step_io import StepInput
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
+from titan_tree.integrations.lightning_callbacks import callback_states, load_callback_states
 from titan_tree.models.lora.adapters import leave_out_frozen
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.run.balance.balancing import Balancing
@@ -63,7 +64,7 @@ from titan_tree.run.trainer import in_background, restore_position, score_valida
 
 try:
     import lightning.pytorch as L
-    from lightning.pytorch.callbacks import Checkpoint
+    from lightning.pytorch.callbacks import Checkpoint, StochasticWeightAveraging
     from lightning.pytorch.strategies import ModelParallelStrategy
 except ImportError as error:
     raise UserError(
@@ -94,8 +95,8 @@ class TreeLightningModule(L.LightningModule):
     tree_step: TreeStep
     router_bias: RouterBias | None
     balancing: Balancing | None
-    containers: tuple[Optimizers, LRSchedulersContainer]
-    num_steps: int  # number of steps of the whole run
+    optimizer_container: Optimizers
+    num_steps: int  # number of steps of the whole run; -1 until ``start``
     data_sizes: DataSizes | None  # None: not counted
     progress: Progress
     stopping: StopController | None  # None without ``TreeCheckpoints``
@@ -141,35 +142,39 @@ class TreeLightningModule(L.LightningModule):
         """Returns the optimizer and its scheduler, which ``training_step`` steps."""
         config = self.config
         assert self.model is not None
-        dataset = _data_of(self.trainer).open_dataset()
-        sizes = dataset.reader.files.sizes() if config.training.epochs is not None else None
-        done, data = self.progress.step, self.progress.data
-        self.num_steps = num_steps(config, dataset, sizes, done, data)
-        self.data_sizes = sizes
-        self._optimizer_step = None  # an earlier fit had other optimizers
-        optimizers = build_optimizers(config.optimizer, self.model)
-        lr_schedulers = build_lr_schedulers(config.lr_scheduler, optimizers, self.num_steps)
-        self.containers = optimizers, lr_schedulers
-        (optimizer,), (scheduler,) = optimizers, lr_schedulers.schedulers
+        files = _data_of(self.trainer).open_dataset().reader.files
+        self.data_sizes = files.sizes() if config.training.epochs is not None else None
+        self._optimizer_step, self.num_steps = None, -1  # an earlier fit had others
+        self.optimizer_container = build_optimizers(config.optimizer, self.model)
+        # ``start`` replaces the schedule, as soon as all that a fit resumes from is loaded.
+        placeholder = max(config.lr_scheduler.warmup_steps, 1)
+        lr_schedulers = build_lr_schedulers(config.lr_scheduler, self.optimizer_container, placeholder)
+        (optimizer,), (scheduler,) = self.optimizer_container, lr_schedulers.schedulers
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
-    def count_steps(self) -> None:
-        """Counts the steps of the run anew, from the checkpoint that ``TreeCheckpoints`` has loaded."""
-        config, dataset, progress = self.config, _data_of(self.trainer).dataset, self.progress
+    def start(self) -> TreeDataset:
+        """Moves the data to the position in ``progress``, and counts the steps of the run from there."""
+        config, done, dataset = self.config, self.global_step, _data_of(self.trainer).dataset
         assert dataset is not None
-        steps = num_steps(config, dataset, self.data_sizes, progress.step, progress.data)
-        if steps != self.num_steps:  # of another batch size
-            self.num_steps = steps
-            reschedule(config.lr_scheduler, *self.containers, steps)
+        if data := self.progress.data:  # the dataset may be ahead of the last step that was trained
+            restore_position(dataset, dataset.state_dict() | data, config.checkpoint.allow_changes)
+        self.num_steps = num_steps(config, dataset, self.data_sizes, done)
+        if self.stopping:
+            self.stopping.num_steps = self.num_steps
+        schedule = build_lr_schedulers(config.lr_scheduler, self.optimizer_container, self.num_steps, done)
+        vars(self.lr_schedulers()).update(vars(schedule.schedulers[0]))
+        return dataset
 
     def on_train_start(self) -> None:
+        if self.num_steps < 0:  # Lightning has not fetched a batch ahead
+            self.start()
         self.trainer.should_stop = self.global_step >= self.num_steps  # nothing is left after a resume
         if self.config.training.compile and not self.trainer.should_stop:
             warm_up(self.config, self.tree_step)
 
     def training_step(self, batch: Iterator[SynchronizedInput], batch_idx: int) -> None:
         """Runs one optimizer step on the next input, and logs its values under the names of metrics.csv."""
-        with self.stopping.guard_step() if self.stopping else nullcontext():
+        with self.stopping.guard_step(saves=False) if self.stopping else nullcontext():
             self._train_step(batch)
         self.trainer.should_stop |= self.progress.step >= self.num_steps
 
@@ -298,22 +303,19 @@ class TreeDataModule(L.LightningDataModule):
     def _inputs(self) -> Iterator[Iterator[SynchronizedInput]]:
         """Yields an iterator for each of the steps after the last one that was trained.
 
-        The dataset itself may be ahead of it. This starts with the first item, because Lightning makes
-        iterators that it does not use.
+        This starts with the first item, because Lightning makes iterators that it does not use.
         """
         module, config = _module_of(self.trainer), self.config
-        done = module.global_step
-        assert self.dataset is not None
-        if module.progress.data:
-            state = self.dataset.state_dict() | module.progress.data
-            restore_position(self.dataset, state, config.checkpoint.allow_changes)
+        done, dataset = module.global_step, module.start()
         left = max(module.num_steps - done, 0)
-        loader = build_step_loader(config, module.tree_step, self.dataset, left, module.balancing, done)
+        loader = build_step_loader(config, module.tree_step, dataset, left, module.balancing, done)
         yield from repeat(synchronized_inputs(iter(loader), module.stopping), left)
 
 
 class TreeCheckpoints(Checkpoint):
     """Writes and resumes the checkpoints of the table [checkpoint]. They are those of ``Trainer``.
+
+    They hold the states of callbacks, too, also of those that average weights.
 
     A fit starts from the newest checkpoint, which either trainer may have written. It ends after a last
     checkpoint if a signal arrives or if the data of a rank are wrong.
@@ -327,22 +329,23 @@ class TreeCheckpoints(Checkpoint):
 
     def on_fit_start(self, trainer: L.Trainer, *_: object) -> None:
         module = _module_of(trainer)
-        config, progress, (optimizers, lr_schedulers) = module.config, module.progress, module.containers
+        config, progress = module.config, module.progress
         self.checkpoints = Checkpoints(
             config.checkpoint,
             Path(config.folder) / config.checkpoint.folder,
             model=module.model,
-            optimizers=optimizers,
-            lr_schedulers=lr_schedulers,
+            optimizers=module.optimizer_container,
             progress=progress,
             architecture=module.architecture(),
             run_config=config,
         )
+        callbacks = module.trainer.callbacks
+        self.checkpoints.more_state = partial(callback_states, callbacks, trainer, module)
         self.checkpoints.resume()
+        # ``start`` sets the number of steps.
+        module.stopping = StopController(config, module.model, self.checkpoints, progress, num_steps=0)
         if progress.step:
-            module.count_steps()
-        module.stopping = StopController(config, module.model, self.checkpoints, progress, module.num_steps)
-        if progress.step:
+            load_callback_states(callbacks, trainer, module, *self.checkpoints.more)
             _set_step(trainer, progress.step)
             module.load_balance()
 
@@ -354,10 +357,19 @@ class TreeCheckpoints(Checkpoint):
         trainer._signal_connector.teardown()  # Lightning's handlers would end the run without a checkpoint
         module.stopping.signals.__enter__()
 
-    def on_train_end(self, trainer: L.Trainer, *_: object) -> None:
-        """Writes the last checkpoint of a run, which a setting of Lightning may have ended early."""
+    def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
+        """Writes a checkpoint of the step before if it is due. Callbacks have seen all of that step."""
+        _module_of(trainer).stopping.save()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: object) -> None:
+        """Writes the last checkpoint of a run, which a setting of Lightning may have ended early.
+
+        After this, a callback that averages weights writes the averages into the model.
+        """
         if _module_of(trainer).progress.step:
             self.checkpoints.save(due=True)
+
+    def on_train_end(self, trainer: L.Trainer, *_: object) -> None:
         self.checkpoints.close()
 
     def on_exception(self, trainer: L.Trainer, module: Any, error: BaseException) -> None:
@@ -411,12 +423,16 @@ def _data_of(trainer: L.Trainer) -> TreeDataModule:
     return data
 
 
-def _check_trainer(trainer: L.Trainer, config: Config) -> None:
+def _check_trainer(trainer: Any, config: Config) -> None:
     """Raises UserError if a setting of Lightning's Trainer contradicts the configuration."""
 
     def refuse(setting: str, expected: str, got: object, fix: str) -> None:
         raise UserError(f"lightning.Trainer: {setting}: expected {expected}, got {got!r}; {fix}")
 
+    averaging = [kind for kind in trainer.callbacks if isinstance(kind, StochasticWeightAveraging)]
+    if averaging:
+        fix = "use EMAWeightAveraging or WeightAveraging, which count steps: a run has one epoch of Lightning"
+        refuse("callbacks", "none that counts epochs", type(averaging[0]).__name__, fix)
     if trainer.gradient_clip_val is not None:
         fix = "set optimizer.max_grad_norm in the configuration"
         refuse("gradient_clip_val", "None", trainer.gradient_clip_val, fix)

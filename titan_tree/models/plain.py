@@ -22,6 +22,11 @@ from titan_tree.models.block import LayerOutput
 from titan_tree.models.tree_model import CachedRows, TreeModel, matrix_flops
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
+
+CHECKED_TOKENS = 16  # of each path of the tree that ``PlainModel`` checks
+MAX_ERROR = 0.01  # of its hidden states, relative to the largest one. A kernel with TF32 has 0.001.
 
 
 class Plain(Protocol):
@@ -130,13 +135,15 @@ class _Survey(TreePass):
 class PlainModel(TreeModel):
     """A module of your own with the contract of titan_tree's models, on one device.
 
+    The first forward pass also runs a small tree and both of its paths alone, and compares the hidden states.
+
     Args:
         module: has ``hidden_states`` and ``output_weight``, see ``Plain``. It keeps its parameters.
         max_positions: the longest path that the module can read, in tokens.
         attention: the backend of ``TreeAttention``.
         recurrence: the backend of ``TreeGDN``, ``TreeKDA`` and ``TreeSSD``.
     Raises:
-        UserError: the module lacks one of them, or has dropout.
+        UserError: the module lacks one of them, or has dropout, or mixes tokens without its ``TreePass``.
     """
 
     def __init__(
@@ -169,10 +176,16 @@ class PlainModel(TreeModel):
         layout = TreeLayout(positions=positions, subtree_end=tokens, key_index=tokens)
         self.survey = _Survey(layout, self.kernels, iter(()))
         with torch.no_grad():
-            self.plain.hidden_states(tokens, positions, self.survey)
+            hidden = self.plain.hidden_states(tokens, positions, self.survey)
+        if hidden.shape != (2, weight.shape[1]):
+            raise UserError(
+                f"PlainModel: {self.family}: expected hidden states [2, {weight.shape[1]}] of 2 tokens, as "
+                f"output_weight has shape {list(weight.shape)}, got {list(hidden.shape)}"
+            )
         self.cache_streams = [rows.stream for rows in self.survey.rows]
         self.windows = list(dict.fromkeys(self.survey.windows)) or (None,)
         self.num_recurrent_layers = sum(rows.is_wide for rows in self.survey.rows)
+        self._is_checked = False
 
     @property
     def plain(self) -> Plain:
@@ -181,8 +194,42 @@ class PlainModel(TreeModel):
     def run_layers(
         self, batch: TreeBatch, layout: TreeLayout, gateway: Sequence[Tensor], embedding: Tensor
     ) -> LayerOutput:
+        if not self._is_checked:
+            self._check_paths(int(layout.positions.max()) + 1)
+            self._is_checked = True
         current = TreePass(layout, self.kernels, iter(gateway))
         return LayerOutput(self.plain.hidden_states(batch.tokens, layout.positions, current), current.exports)
+
+    @torch.no_grad()
+    def _check_paths(self, max_tokens: int) -> None:
+        """Raises UserError if a token of a tree has other hidden states than on its path alone.
+
+        Args:
+            max_tokens: the longest path that the module is known to read.
+        """
+        size = min(max_tokens, CHECKED_TOKENS)
+        branch, vocab_size = size // 2, self.config.vocab_size
+        first = [token % vocab_size for token in range(size)]
+        second = [*first[:branch], *((token + 1) % vocab_size for token in first[branch:])]
+        paths = [TokenPath(first), TokenPath(second)]
+        on_tree, one, other = map(self._hidden, (paths, paths[:1], paths[1:]))
+        alone = torch.cat([one, other[branch:]])
+        if len(alone) != len(on_tree):  # a vocabulary of one token makes no branch
+            return
+        error = float((on_tree - alone).abs().max() / alone.abs().max().clamp_min(1e-30))
+        if error > max(MAX_ERROR, torch.finfo(alone.dtype).eps ** 0.5):
+            raise UserError(
+                f"PlainModel: {self.family}: expected hidden states that depend only on a token's path, but "
+                f"those of a tree differ from those of its paths alone by {error:.1%} of the largest; mix "
+                "tokens only by tree.attention, tree.conv and tree.recurrence (docs/extending.md)"
+            )
+
+    def _hidden(self, paths: list[TokenPath]) -> Tensor:
+        batch = TreeBatch.from_trees([TokenTree.from_paths(paths)]).to(self.plain.output_weight.device)
+        layout = self.prepare(batch.layout)
+        return self.plain.hidden_states(
+            batch.tokens, layout.positions, TreePass(layout, self.kernels, iter(()))
+        )
 
     def empty_rows(self, x: Tensor) -> list[Tensor]:
         return [rows.empty(x) for rows in self.survey.rows]

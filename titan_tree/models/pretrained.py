@@ -208,6 +208,7 @@ def build_model(
     for field in overrides:
         if field not in fields:
             raise unknown_name(f"field of {name}'s config", field, fields)
-    model = model_class(dataclasses.replace(config, **overrides), attention, recurrence)
-    model.init_weights()
+    with MODELS.calling(name, "config, attention, recurrence"):
+        model = model_class(dataclasses.replace(config, **overrides), attention, recurrence)
+        model.init_weights()
     return model

@@ -23,6 +23,7 @@ MODELS: Registry[type[Decoder]] = Registry(
         "llama": "titan_tree.models.llama:Llama",
     },
     interface=("Config", "flavors"),
+    key="model.name",
 )
 
 

@@ -131,4 +131,5 @@ ENVIRONMENTS: Registry[Callable[[], Environment]] = Registry(
     "environment",
     {"desk": "titan_tree.rl.environment:Desk", "search": "titan_tree.rl.search:Search"},
     interface=("episode",),
+    key="rl.environment",
 )

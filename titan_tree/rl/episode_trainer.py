@@ -69,8 +69,8 @@ class EpisodeTrainer(Trainer, ABC):
     def add_logprobs(self, trees: Sequence[TokenTree]) -> None:
         """Adds log-probs that the loss reads to the trees on which this rank trains. Collective."""
 
-    def open_data(self) -> int:
-        """Makes the environment and the sampler. Returns the number of steps of the whole run."""
+    def open_data(self) -> None:
+        """Makes the environment and the sampler."""
         config, limits = self.config, self.model.config
         if self.tokenizer is None:
             raise UserError("data.tokenizer: expected a tokenizer, got none; set it, or model.hf_path")
@@ -80,15 +80,16 @@ class EpisodeTrainer(Trainer, ABC):
                 f"{limits.vocab_size:,}, so the model would sample ids without text; set it to {ids}"
             )
         check_parallel(config, self._custom_sampler)
-        self.environment = ENVIRONMENTS[config.rl.environment]()
+        with ENVIRONMENTS.calling(config.rl.environment):
+            self.environment = ENVIRONMENTS[config.rl.environment]()
         self.chat = Chat(self.tokenizer)
         self.sampler = self._custom_sampler or default_sampler(self.model, Truncation.of(config.rl))
         logger.info("rollouts: sampled by %s", type(self.sampler).__name__)
         self.validation_inputs, self.data_sizes = [], None
-        return config.training.steps or DEFAULT_STEPS
 
-    def resume_data(self) -> None:
-        """Does nothing, because a step depends only on its number."""
+    def start_data(self) -> int:
+        """Returns the number of steps of the whole run. A step depends only on its number."""
+        return self.config.training.steps or DEFAULT_STEPS
 
     def data_state(self) -> dict[str, Any]:
         return {}

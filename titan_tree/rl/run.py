@@ -45,14 +45,13 @@ class WarmStart(EpisodeTrainer):
 
     reward: float | None = None  # the newest measurement
 
-    def open_data(self) -> int:
-        steps = super().open_data()
+    def open_data(self) -> None:
+        super().open_data()
         if not isinstance(self.environment, Demonstrator):
             raise UserError(
                 f"warm_start.steps: expected 0, because the environment {self.config.rl.environment!r} has "
                 "no method demonstrations; add one, or start from model.hf_path"
             )
-        return steps
 
     def train(self) -> None:
         target, tasks = self.config.warm_start.reward, self.config.warm_start.measured_tasks

@@ -63,7 +63,7 @@ class RLTrainer(EpisodeTrainer):
         super().__init__(config, sampler)
         self.optimizer_step.is_on_policy = config.rl.async_steps == 0
 
-    def open_data(self) -> int:
+    def open_data(self) -> None:
         config = self.config
         check_model(config, self.model, self._custom_sampler)
         if config.rl.server.url is not None:
@@ -72,12 +72,13 @@ class RLTrainer(EpisodeTrainer):
             self._custom_sampler = build_server_sampler(config, self.model, self.folder.run)
         needs_reference = self.tree_step.loss.needs_reference
         self.reference = Reference(config, self.tree_step, self.mesh) if needs_reference else None
-        return super().open_data()
+        super().open_data()
 
-    def resume_data(self) -> None:
-        """Checks that the reference is that of the run so far."""
-        if self.reference and not self.config.checkpoint.allow_changes:
+    def start_data(self) -> int:
+        """Checks that the reference is that of the run so far. Returns the number of steps."""
+        if self.progress.step and self.reference and not self.config.checkpoint.allow_changes:
             self.reference.check(self.progress.data.get("reference"))
+        return super().start_data()
 
     def data_state(self) -> dict[str, Any]:
         return {"reference": self.reference.identity} if self.reference else {}

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -150,24 +148,22 @@ def build_validation(
     return build_dataset(build_reader(data, tokenizer, model, config.loss), config, 1, mesh)
 
 
-def num_steps(
-    config: Config,
-    dataset: TreeDataset,
-    sizes: DataSizes | None,
-    done: int = 0,
-    position: Mapping[str, Any] | None = None,
-) -> int:
+def num_steps(config: Config, dataset: TreeDataset, sizes: DataSizes | None, done: int) -> int:
     """Returns the optimizer steps of the whole run.
 
     Args:
-        done: steps of earlier parts of the run, which may have had another batch size.
-        position: that of the data after these steps.
+        dataset: at the position after the steps that are done.
+        sizes: of its files; None only without ``training.epochs``.
+        done: steps of earlier parts of the run, which may have had another batch size or other data.
+
+    Raises:
+        UserError: the data end before their position.
     """
+    left = dataset.steps_left(sizes) if sizes else None
     steps = config.training.steps or DEFAULT_STEPS
     if config.training.epochs is not None:
-        assert sizes is not None
-        start = {name: position[name] for name in dataset.position()} if position else {}
-        steps = done + dataset.num_steps(sizes, **start)
+        assert left is not None
+        steps = done + left
     return steps
 
 

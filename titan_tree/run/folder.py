@@ -55,6 +55,7 @@ class RunFolder:
         try:
             if _text(file) != text:
                 set_aside(file, f"until-step-{step}")
+                forget_trackers(self.path, step)
                 write_output(file, text, force=True)
             if step == 0 and (earlier := set_aside(self.path / "metrics.csv", "earlier")):
                 logger.info("metrics of an earlier run: moved to %s", earlier)
@@ -67,6 +68,15 @@ class RunFolder:
 
     def close(self) -> None:
         self._lock.release()
+
+
+def forget_trackers(folder: Path, step: int) -> None:
+    """Sets aside the ids of a tracker's runs that may have values of later steps, see ``Tracker``."""
+    for file in sorted(folder.glob("*_run_id")):
+        _, *newest = (_text(file) or "").split() or [""]
+        if not newest or int(newest[0]) > step:
+            moved = set_aside(file, f"until-step-{step}")
+            logger.info("the configuration has changed: the tracker gets a new run; id moved to %s", moved)
 
 
 def _text(path: Path) -> str | None:

@@ -108,9 +108,11 @@ class StopController:
 
     @contextmanager
     def logging(self) -> Iterator[None]:
-        """Keeps rank 0's error of a logger until the next ``notice`` tells all ranks."""
+        """Keeps rank 0's error of a logger or metric until the next ``notice`` tells all ranks."""
         try:
             yield
+        except UserError as error:
+            self._error_of_this_rank = error
         except OSError as error:
             self._error_of_this_rank = UserError(
                 f"step {self.progress.step}: its metrics cannot be written: {error}; if the disk is full, "
@@ -118,8 +120,12 @@ class StopController:
             )
 
     @contextmanager
-    def guard_step(self) -> Iterator[None]:
-        """Runs one training step in its block. Names failures, and saves a checkpoint if one is due."""
+    def guard_step(self, saves: bool = True) -> Iterator[None]:
+        """Runs one training step in its block, and names failures.
+
+        Args:
+            saves: write a checkpoint if one is due. Otherwise the caller does.
+        """
         parallel = self.config.parallel
         is_first = self.progress.step == self._first_step
         timeout_s = start_timeout(parallel.timeout_s) if is_first else parallel.timeout_s
@@ -131,7 +137,8 @@ class StopController:
             step, interval = self.progress.step, parallel.check_interval
             if interval and world_size() > 1 and (is_first or step % interval == 0):
                 check_weights(self.model, self._schedule(), step, interval)
-            self.save(due=step == self.num_steps)
+            if saves:
+                self.save(due=step == self.num_steps)
             if self._error_of_this_rank and step == self.num_steps:  # no later step tells the other ranks
                 self.checkpoints.wait()
                 raise self._error_of_this_rank

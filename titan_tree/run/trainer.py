@@ -13,9 +13,9 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,6 @@ from titan_tree.distributed.optimizers import (
     build_lr_schedulers,
     build_optimizers,
     optimizer_class,
-    reschedule,
 )
 from titan_tree.engine.step_io import NO_COUNTS, StepCounts, StepInput
 from titan_tree.engine.tree_step import TreeStep
@@ -84,15 +83,24 @@ def in_background(function: Callable[[], T]) -> Future[T]:
     return future
 
 
+def _leave_process_group() -> None:
+    if dist.is_initialized():  # the script may have left it
+        dist.destroy_process_group()
+
+
 class Trainer:
     """Trains the model that ``config`` describes, starting from the newest checkpoint if there is one.
 
     The constructor joins the process group that torchrun describes, and ``close`` leaves it. Every rank makes
-    the same calls.
+    the same calls. A process has one open trainer: the constructor closes the one before, which may have
+    failed.
 
     Raises:
         UserError: the configuration, the data and the checkpoints do not fit together.
     """
+
+    _newest: ClassVar[ExitStack] = ExitStack()  # ``_open`` of the newest trainer
+    _open: ExitStack  # what ``close`` releases
 
     # The process.
     config: Config
@@ -128,13 +136,19 @@ class Trainer:
 
     def __init__(self, config: Config) -> None:
         refuse_in_worker()
+        Trainer._newest.close()
+        self._open = Trainer._newest = ExitStack()
         self.config = config
         if (launch := Launch.of()) and launch.num_ranks > 1:
             record_collectives(Path(config.folder))
         self.mesh, self.device = init_distributed(config.parallel.timeout_s)
+        self._open.callback(_leave_process_group)
         check_ranks(config)
         self.folder = RunFolder(config)
+        self._open.callback(self.folder.close)
         if config.training.deterministic:
+            before = torch.are_deterministic_algorithms_enabled()
+            self._open.callback(torch.use_deterministic_algorithms, before)
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
             torch.use_deterministic_algorithms(True)
 
@@ -154,8 +168,7 @@ class Trainer:
         self.balancing = build_balancing(config, self.model, loss, self.mesh, self.device)
 
         self.tokenizer = build_tokenizer(config.data, config.model.hf_path)
-        self.num_steps = self.open_data()
-        self.lr_schedulers = build_lr_schedulers(config.lr_scheduler, self.optimizers, self.num_steps)
+        self.open_data()
         self.progress, self.steps_trained, self.counts = Progress(), 0, NO_COUNTS
         self.rollout_values = {}
         self.checkpoints = Checkpoints(
@@ -163,19 +176,21 @@ class Trainer:
             Path(config.folder) / config.checkpoint.folder,
             model=self.model,
             optimizers=self.optimizers,
-            lr_schedulers=self.lr_schedulers,
             progress=self.progress,
             architecture=describe_architecture(config, self.model, self.mesh),
             run_config=config,
         )
+        self._open.callback(self.checkpoints.close)
         self.checkpoints.resume()
-        if self.progress.step:
-            self.resume_data()
+        self.num_steps, done = self.start_data(), self.progress.step
+        self.lr_schedulers = build_lr_schedulers(config.lr_scheduler, self.optimizers, self.num_steps, done)
         self.stopping = StopController(config, self.model, self.checkpoints, self.progress, self.num_steps)
         if self.balancing and "balance" in self.progress.data:
             self.balancing.load_state_dict(self.progress.data["balance"])
         self._data_state = in_background(self.data_state) if config.checkpoint.interval else None
         self.loggers = self.folder.open_loggers(self.progress.step, self.num_steps)
+        if self.loggers:
+            self._open.callback(self.loggers.close)
         self.optimizer_step = OptimizerStep(
             tree_step=self.tree_step,
             optimizers=self.optimizers,
@@ -188,8 +203,8 @@ class Trainer:
             max_bad_steps=min(config.training.max_bad_steps, self.num_steps),
         )
 
-    def open_data(self) -> int:
-        """Opens the training and validation data. Returns the number of steps of the whole run."""
+    def open_data(self) -> None:
+        """Opens the training and validation data, and counts them unless that takes long."""
         config, is_balanced = self.config, self.balancing is not None
         reader = build_reader(config.data, self.tokenizer, self.model, config.loss)
         epochs = config.training.epochs
@@ -198,16 +213,12 @@ class Trainer:
         self.validation_inputs = list(map(self.tree_step.preparer(), held_out)) if held_out else []
         is_counted = epochs is not None or reader.files.num_bytes() < COUNTED_BYTES
         self.data_sizes = reader.files.sizes() if is_counted else None
-        return num_steps(config, self.dataset, self.data_sizes)
 
-    def resume_data(self) -> None:
-        """Moves the data to the position in ``progress``, and counts the steps from there."""
-        config, (done, data) = self.config, (self.progress.step, self.progress.data)
-        restore_position(self.dataset, data, config.checkpoint.allow_changes)
-        steps = num_steps(config, self.dataset, self.data_sizes, done, data)
-        if steps != self.num_steps:  # of another batch size
-            self.num_steps = steps
-            reschedule(config.lr_scheduler, self.optimizers, self.lr_schedulers, steps)
+    def start_data(self) -> int:
+        """Moves the data to the position in ``progress``. Returns the number of steps of the whole run."""
+        if self.progress.step:
+            restore_position(self.dataset, self.progress.data, self.config.checkpoint.allow_changes)
+        return num_steps(self.config, self.dataset, self.data_sizes, self.progress.step)
 
     def data_state(self) -> dict[str, object]:
         """Returns what a checkpoint stores of the data besides the position. Runs once, in a thread."""
@@ -279,9 +290,8 @@ class Trainer:
         logger.info("compiled in %.0f s", time.perf_counter() - started)
 
     def close(self) -> None:
-        """Unlocks the run's folder and leaves the process group."""
-        self.folder.close()
-        dist.destroy_process_group()
+        """Closes loggers, unlocks the run's folders and leaves the process group."""
+        self._open.close()
 
     def inputs(self) -> Iterator[SynchronizedInput]:
         """Starts to make the inputs of the remaining steps, and returns an iterator over them.

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.support.processes import process_group, run_ranks
-from titan_tree.distributed.optimizers import build_lr_schedulers, build_optimizers
-from titan_tree.distributed.settings import LRSchedulerConfig, OptimizerConfig, ParallelConfig
+from titan_tree.distributed.optimizers import build_optimizers
+from titan_tree.distributed.settings import OptimizerConfig, ParallelConfig
 from titan_tree.models.settings import ModelConfig
 from titan_tree.run.checkpoint import Checkpoints, Progress
 from titan_tree.run.config import Config
@@ -38,7 +38,7 @@ STAGES = [(4, 2), (2, 1), (1, 1), (4, 4)]
 
 
 class Run:
-    """One rank's model, optimizer, scheduler and checkpoints."""
+    """One rank's model, optimizer and checkpoints."""
 
     def __init__(self, case: str, stage: int, folder: Path) -> None:
         name, sizes, optimizer = CASES[case]
@@ -53,14 +53,12 @@ class Run:
         if self.model.experts:
             self.model.experts.add_router_biases()
         self.optimizers = build_optimizers(OptimizerConfig(name=optimizer), self.model)
-        self.lr_schedulers = build_lr_schedulers(LRSchedulerConfig(), self.optimizers, 1000)
         self.progress = Progress()
         self.checkpoints = Checkpoints(
             CheckpointConfig(interval=1, keep=0, async_save=bool(stage % 2)),
             folder / case,
             model=self.model,
             optimizers=self.optimizers,
-            lr_schedulers=self.lr_schedulers,
             progress=self.progress,
             architecture={},
             run_config=Config(model=model),
@@ -112,12 +110,10 @@ def run_stage(rank: int, ports: list[int], stage: int, folder: Path) -> None:
                 for name, tensor in run.tensors().items():
                     set_values(name, tensor)
                 run.progress.data = {"epoch": 3, "group": 7}
-                run.lr_schedulers.step()
             tensors = {name: gathered(tensor) for name, tensor in run.tensors().items()}
             quantized = sum(map(is_quantized, run.tensors().values()))
-            schedule = run.lr_schedulers.state_dict()["last_epoch"]
             if rank == 0:
-                found = tensors, quantized, (run.progress.step, run.progress.data, schedule)
+                found = tensors, quantized, (run.progress.step, run.progress.data)
                 torch.save(found, folder / f"{case}_{stage}.pt")
             run.progress.step = stage + 1
             assert run.checkpoints.save(due=True)
@@ -140,7 +136,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_number_of_ranks_resumes_the_same_state(stages: Path, case: str) -> None:
     for stage in range(len(STAGES)):
         tensors, quantized, progress = torch.load(stages / f"{case}_{stage}.pt")
-        assert progress == (stage, {"epoch": 3, "group": 7}, 1)
+        assert progress == (stage, {"epoch": 3, "group": 7})
         num_states = sum(name.startswith("state.") for name in tensors)
         num_biases = sum("correction_bias" in name for name in tensors)
         assert num_states == 3 * (len(tensors) - num_states - num_biases) > 30

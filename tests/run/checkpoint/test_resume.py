@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import fcntl
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from tests.support.cases import for_each
 from tests.support.processes import run_ranks
 from tests.support.rl_runs import tiny
 from tests.support.tiny_run import read_metrics, tiny_config, train, write_config, write_groups
@@ -235,6 +237,68 @@ def test_changed_files_are_refused_unless_allowed(tmp_path: Path, caplog: pytest
     with caplog.at_level("INFO", "titan_tree"):
         train(tiny_config(tmp_path, **options, checkpoint__allow_changes="true"))
     assert re.search(r"changed since the checkpoint: .*data\.jsonl", caplog.text)
+
+
+# What changes after step 3 of 9: 2 epochs of 9 groups, 2 groups each. 6 groups of epoch 1 are trained.
+# The number of groups in the file, other options, and the further steps or the refusal.
+RESUMES: dict[str, tuple[int, dict[str, Any], int | str]] = {
+    "nothing": (9, {}, 6),
+    "a larger batch": (9, {"data__global_batch_groups": 4}, 3),
+    "a batch of two epochs": (9, {"data__global_batch_groups": 18}, 1),
+    "a warm-up longer than a run of this batch": (
+        9, {"data__global_batch_groups": 18, "lr_scheduler__warmup_steps": 4}, 1,
+    ),
+    "a smaller batch": (9, {"data__global_batch_groups": 1}, 12),
+    "fewer epochs": (9, {"training__epochs": 1}, 2),
+    "more epochs": (9, {"training__epochs": 3}, 11),
+    "steps": (9, {"training__epochs": "null", "training__steps": 5}, 2),
+    "fewer steps than are done": (9, {"training__epochs": "null", "training__steps": 2}, 0),
+    "a longer file": (12, {}, 9),
+    "a shorter file": (7, {}, 4),
+    "a shorter file and a larger batch": (7, {"data__global_batch_groups": 3}, 3),
+    "a file that ends where training stands": (6, {}, 3),
+    "a file that ends before": (5, {}, r"data\.jsonl: 5 groups, but the checkpoint was written after 6 g"),
+    "a file that ends before, and steps": (
+        5, {"training__epochs": "null", "training__steps": 9}, "5 groups, but the checkpoint was written aft",
+    ),
+    "a longer warm-up": (9, {"lr_scheduler__warmup_steps": 10}, "warmup_steps: expected at most the 9 steps"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def third_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resumes")
+    train(tiny_config(folder, checkpoint__interval=3, **EPOCHS))
+    for step in (6, 9):
+        shutil.rmtree(folder / "run" / "checkpoints" / f"step-{step}")
+    return folder
+
+
+EPOCHS = {"training__steps": "null", "training__epochs": 2, "data__global_batch_groups": 2}
+EPOCHS |= {"lr_scheduler__warmup_steps": 0, "checkpoint__allow_changes": "true"}
+
+
+@for_each("groups, changed, expected", list(RESUMES.values()))
+def test_a_resume_trains_what_is_left_or_is_refused_before_it_starts(
+    third_step: Path, tmp_path: Path, groups: int, changed: dict[str, Any], expected: int | str
+) -> None:
+    shutil.copytree(third_step / "run", tmp_path / "run")
+    write_groups(tmp_path / "data.jsonl", groups)
+    config = tiny_config(tmp_path, checkpoint__interval=3, **EPOCHS | changed)
+    before = [row["loss"] for row in read_metrics(config)[:3]]
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            Trainer(config)
+        return
+    trainer = train(config)
+    rows = read_metrics(config)
+    assert [row["loss"] for row in rows[:3]] == before
+    assert [int(row["step"]) for row in rows[3:]] == list(range(4, 4 + expected))
+    assert trainer.num_steps == changed.get("training__steps", 3 + expected)
+    if expected:
+        lr, steps, warmup = config.optimizer.lr, trainer.num_steps, config.lr_scheduler.warmup_steps
+        share = (4 if warmup else 1 + math.cos(math.pi * 3 / steps)) / (4 if warmup else 2)
+        assert float(rows[3]["lr"]) == pytest.approx(lr * share, rel=1e-6)
 
 
 def hold_lock(folder: Path, is_held: Any) -> None:

@@ -13,9 +13,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.support.cases import for_each
 from titan_tree.errors import UserError
+from titan_tree.run.folder import forget_trackers
 from titan_tree.run.metrics import Logger, Loggers
 from titan_tree.run.metrics.builtin_loggers import ConsoleLogger, CsvLogger, TensorBoardLogger
-from titan_tree.run.metrics.loggers import LOGGERS
+from titan_tree.run.metrics.loggers import LOGGERS, Tracker
 
 
 def read_rows(folder: Path) -> list[dict[str, str]]:
@@ -74,7 +75,7 @@ def test_the_progress_bar_runs_from_the_first_step_to_the_end_of_training(
 ) -> None:
     monkeypatch.setattr(Console, "is_terminal", True)
     loggers = Loggers(["console"], tmp_path, 3, 9)
-    (console,) = loggers.loggers
+    console = loggers.loggers["console"]
     assert isinstance(console, ConsoleLogger)
     with pytest.raises(ZeroDivisionError), loggers:  # noqa: PT012
         assert console.progress.live.is_started
@@ -195,18 +196,19 @@ def test_wandb_logs_offline_and_a_resumed_run_keeps_its_id(
     assert page.read_text() == "<pre>⟦&lt;a&gt;⟧</pre>"
 
 
-def test_wandb_marks_a_run_that_fails_as_failed() -> None:
+def test_wandb_marks_a_run_that_fails_as_failed(tmp_path: Path) -> None:
     class Run:
         def finish(self, exit_code: int) -> None:
             codes.append(exit_code)
 
     codes: list[int] = []
     logger = object.__new__(LOGGERS["wandb"])
-    logger.run = Run()
+    logger.run, logger.id, logger.newest, logger.file = Run(), "id", 3, tmp_path / "wandb_run_id"
     loggers = object.__new__(Loggers)
-    loggers.start_step, loggers.loggers = 0, [logger]
+    loggers.start_step, loggers.loggers = 0, {"wandb": logger}
     with loggers:
         pass
+    loggers.loggers = {"wandb": logger}
     with pytest.raises(UserError), loggers:
         raise UserError("step 2: loss is nan")
     assert codes == [0, 1]
@@ -256,3 +258,50 @@ def test_a_damaged_csv_is_one_line(tmp_path: Path, row: str) -> None:
     (tmp_path / "metrics.csv").write_text(f"step,loss\n1,1.0\n{row}\n3,0.25\n")
     with pytest.raises(UserError, match=r"metrics\.csv:3: expected a step and one value per column"):
         CsvLogger(tmp_path, 2, 10)
+
+
+def test_a_logger_of_ones_own_that_fails_is_one_line(tmp_path: Path) -> None:
+    class Broken(Logger):
+        def log(self, step: int, values: Mapping[str, float]) -> None:
+            sys.exit(0)
+
+    class Narrow(Logger):
+        def __init__(self) -> None:
+            pass
+
+    key = r"^logger 'mine' \(metrics\.loggers\)"
+    with LOGGERS.registered("mine", Broken), Loggers(["mine"], tmp_path, 0, 9) as loggers:  # noqa: SIM117
+        with pytest.raises(UserError, match=rf"{key}: .*\.py:\d+: SystemExit: 0"):
+            loggers.log(1, {"loss": 1.0})
+    called = r", called with \(folder, start_step, total_steps\): TypeError: .* takes 1 positional"
+    with LOGGERS.registered("mine", Narrow), pytest.raises(UserError, match=key + called):
+        Loggers(["mine"], tmp_path, 0, 9)
+
+
+def test_a_run_of_a_tracker_holds_no_step_with_two_configurations(tmp_path: Path) -> None:
+    class Mine(Tracker):
+        file_name = "mine_run_id"
+
+        def __init__(self, folder: Path, start_step: int, total_steps: int) -> None:
+            super().__init__(folder, start_step, total_steps)
+            self.id = self.earlier_id() or f"run-{start_step}"
+            self.file.write_text(self.id)
+
+    def run(start: int, newest: int, *, ends: bool = True, changed: bool = True) -> str:
+        if changed:
+            forget_trackers(tmp_path, start)
+        logger = Mine(tmp_path, start, 9)
+        for step in range(start + 1, newest + 1):
+            logger.log(step, {"loss": 1.0})
+        if ends:
+            logger.close()
+        return logger.id
+
+    assert run(0, 4) == "run-0"
+    assert run(4, 6) == "run-0"  # no step again
+    assert run(5, 6, changed=False) == "run-0"  # equal values again
+    assert run(5, 7, ends=False) == "run-5"
+    assert run(6, 6, changed=False) == "run-5"
+    assert run(6, 7, ends=False) == "run-5"
+    assert run(7, 8) == "run-7"  # the one before may have had more steps
+    assert len(list(tmp_path.glob("mine_run_id.until-step-*"))) == 2

@@ -123,7 +123,7 @@ def test_a_registered_metric_precedes_those_of_the_loss() -> None:
     assert values["paths"] == 4
 
 
-@pytest.mark.parametrize("taken", ["loss", "por"])
+@pytest.mark.parametrize("taken", ["loss", "por", "step", "bad_steps"])
 def test_a_metric_with_a_name_in_use_is_refused(taken: str) -> None:
     METRICS.register("mine", lambda report: {taken: 1.0})
     with pytest.raises(UserError, match=f"metric 'mine': returns a value called '{taken}'"):
@@ -144,8 +144,18 @@ def test_a_metric_that_returns_no_numbers_is_refused(value: Any, message: str) -
         step_values(REPORT)
 
 
-@pytest.mark.parametrize("taken", ["loss", "por"])
+@pytest.mark.parametrize("taken", ["loss", "por", "step", "bad_steps"])
 def test_a_loss_metric_with_a_name_in_use_is_refused(taken: str) -> None:
     result = dataclasses.replace(RESULT, loss_metrics={taken: torch.tensor(1.0)})
     with pytest.raises(UserError, match=f"loss: returns a value called '{taken}'"):
         step_values(dataclasses.replace(REPORT, result=result))
+
+
+def without_arguments() -> dict[str, float]:
+    return {}
+
+
+def test_a_metric_that_fails_is_one_line() -> None:
+    expected = r"^metric 'mine', called with \(report\): TypeError: .* takes 0 positional"
+    with METRICS.registered("mine", without_arguments), pytest.raises(UserError, match=expected):
+        step_values(REPORT)

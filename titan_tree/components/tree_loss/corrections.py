@@ -18,14 +18,16 @@ if TYPE_CHECKING:  # a configuration is checked without torch
 
     from titan_tree.tree.batch import PathPairs
 
+MAX_K3 = 10.0  # in nats
+
 
 @dataclass(frozen=True)
 class KLPenalty(Checked, table="loss.kl"):
     """A penalty for diverging from a reference policy (docs/components/losses.md).
 
     As a term of the loss, k1 has an expected gradient of 0 on policy, k2 that of KL(new || reference), and
-    k3 another one, which GRPO uses. With ``importance``, the expected gradient of each estimate is that of
-    KL(new || reference) for k1 and k3, also off policy (DeepSeek-V3.2).
+    k3 another one, which GRPO uses; it is at most ``MAX_K3``. With ``importance``, the expected gradient of
+    each estimate is that of KL(new || reference) for k1 and k3, also off policy (DeepSeek-V3.2).
     """
 
     # Factor of the penalty, which needs ref_logprobs. 0: off.
@@ -46,18 +48,24 @@ class KLPenalty(Checked, table="loss.kl"):
         """Returns the estimate for each pair, [F] in nats. ``coefficient`` is not applied."""
         log_ratio = logprobs - field(pairs, "ref_logprobs")
         if not self.importance:
-            return kl_estimate(self.estimator, log_ratio)
+            return self._bounded(log_ratio)
         ratio = (logprobs - field(pairs, "old_logprobs")).clamp(max=MAX_LOG_RATIO).exp()
         if self.estimator != "k3":
             return ratio * kl_estimate(self.estimator, log_ratio)
         # The product of an overflowing k3 and a ratio of 0 would be NaN; p cancels in the overflowing part.
-        from_old = (field(pairs, "ref_logprobs") - field(pairs, "old_logprobs")).exp()
-        return from_old + ratio * (log_ratio - 1)
+        from_old = field(pairs, "ref_logprobs") - field(pairs, "old_logprobs")
+        return from_old.clamp(max=MAX_LOG_RATIO).exp() + ratio * (log_ratio - 1)
+
+    def _bounded(self, log_ratio: Tensor) -> Tensor:
+        if self.estimator != "k3":
+            return kl_estimate(self.estimator, log_ratio)
+        # An overflowing exponential would have the gradient 0 * inf.
+        return kl_estimate("k3", log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).clamp(max=MAX_K3)
 
     def penalize_rewards(self, pairs: PathPairs) -> tuple[PathPairs, Tensor]:
         """Returns the pairs with penalized advantages, and the estimate of KL(old || reference), [F]."""
         log_ratio = field(pairs, "old_logprobs") - field(pairs, "ref_logprobs")
-        estimate = kl_estimate(self.estimator, log_ratio)
+        estimate = self._bounded(log_ratio)
         advantage = field(pairs, "advantage") - self.coefficient * estimate
         return dataclasses.replace(pairs, advantage=advantage), estimate
 

@@ -59,6 +59,7 @@ LOSSES: Registry[LossFunction] = Registry(
         "orpo": "titan_tree.components.tree_loss.preferences:orpo",
         "cpo": "titan_tree.components.tree_loss.preferences:cpo",
     },
+    key="loss.name",
 )
 
 

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
 
+import torch
 from torch import Tensor
 
 from titan_tree.components.tree_loss.settings import LOSSES, LossFunction, Reduction
@@ -87,19 +88,37 @@ def call_loss(
     """Returns the losses and the metrics of ``function``, [F] each.
 
     Raises:
-        UserError: the function returns something else, or reads a field that the pairs do not have.
+        UserError: the function returns something else, changes an input in place, or reads a field that the
+            pairs do not have; or it is the user's, and raises.
     """
-    try:
-        result: object = function(logprobs, pairs, **options)
-    except (AttributeError, TypeError) as error:
-        # A missing field is None, which no operator accepts.
-        if "NoneType" not in str(error) and getattr(error, "obj", None) is not pairs:
-            raise
-        raise UserError(f"loss {name!r}: {_missing_field(error, pairs)}") from error
+    inputs = {
+        key: value
+        for key, value in {"logprobs": logprobs, **vars(pairs)}.items()
+        if isinstance(value, Tensor) and not value.is_inference()
+    }
+    before = {key: value._version for key, value in inputs.items()}
+    with LOSSES.calling(name, ", ".join(["logprobs", "pairs", *options])):
+        try:
+            result: object = function(logprobs, pairs, **options)
+        except (AttributeError, TypeError) as error:
+            # A missing field is None, which no operator accepts.
+            if "NoneType" not in str(error) and getattr(error, "obj", None) is not pairs:
+                raise
+            raise UserError(f"loss {name!r}: {_missing_field(error, pairs)}") from error
+    if changed := [key for key, version in before.items() if inputs[key]._version != version]:
+        raise UserError(
+            f"loss {name!r}: expected unchanged inputs, but it changes {changed[0]} in place; compute a new "
+            "tensor instead, as x = x + 1 and not x += 1"
+        )
     losses, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     losses = _checked(f"loss {name!r}: expected losses", losses, logprobs)
     if not losses.is_floating_point():
         raise UserError(f"loss {name!r}: expected floating-point losses, got dtype {losses.dtype}")
+    if logprobs.requires_grad and torch.is_grad_enabled() and not losses.requires_grad:
+        raise UserError(
+            f"loss {name!r}: expected losses with a gradient with respect to logprobs, got none; compute "
+            "them from logprobs without detach(), .item() or torch.no_grad()"
+        )
     if not isinstance(metrics, dict):
         raise UserError(
             f"loss {name!r}: expected a dict of metrics beside the losses, got {type(metrics).__name__}"
@@ -119,6 +138,8 @@ def _checked(expected: str, values: object, logprobs: Tensor) -> Tensor:
         got = f"shape {list(values.shape)}" if values.ndim else "a scalar"
     elif values.device != logprobs.device:
         got = f"a tensor on {values.device}"
+    elif values.is_complex():
+        got = f"dtype {values.dtype}"
     else:
         return values
     raise UserError(

@@ -33,4 +33,5 @@ PARTITION_STRATEGIES: Registry[Callable[[TokenTree, int, int | None], Iterable[P
         "greedy": "titan_tree.components.tree_partitioner.greedy:partition",
         "redundancy_free": "titan_tree.components.tree_partitioner.redundancy_free:partition",
     },
+    key="partition.strategy",
 )

@@ -65,7 +65,8 @@ class TreePartitioner:
             max_tokens = min(max_tokens, max_chain_tokens)  # a partition is part of its chain
         if self.strategy == "auto":
             return _choose(tree, max_tokens, max_chain_tokens, costs)
-        partitions = PARTITION_STRATEGIES[self.strategy](tree, max_tokens, max_chain_tokens)
+        with PARTITION_STRATEGIES.calling(self.strategy, "tree, max_tokens, max_chain_tokens"):
+            partitions = list(PARTITION_STRATEGIES[self.strategy](tree, max_tokens, max_chain_tokens))
         return PartitionPlan(tree, self.strategy, tuple(partitions))
 
 

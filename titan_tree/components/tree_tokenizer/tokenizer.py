@@ -30,7 +30,7 @@ from titan_tree.components.tree_tokenizer.vocabulary import (
     read_json,
     read_tiktoken,
 )
-from titan_tree.config.plugins import import_attribute, is_import_string
+from titan_tree.config.plugins import calling, import_attribute, is_import_string
 from titan_tree.errors import SNAPSHOT, UserError, errors_at, missing_snapshot, shorten
 from titan_tree.tree.paths import TokenPath
 
@@ -296,7 +296,8 @@ def _own_tokenizer(name: str, template: str | Path | None) -> TreeTokenizer:
     """
     with errors_at(name):
         make = import_attribute(name)
-    made = make(template) if callable(make) else make
+    with calling(f"data.tokenizer: {name!r}, called with (data.template)"):
+        made = make(template) if callable(make) else make
     if not isinstance(made, TreeTokenizer):
         raise UserError(
             f"{name}: expected a function of the chat template that returns a TreeTokenizer, "

@@ -22,13 +22,15 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
+from typing import Any
 
 from titan_tree.config.registry import Registry
 from titan_tree.data import demo
 from titan_tree.data.readers.containers import OpenFile, Record, Source, open_binary
 from titan_tree.data.readers.decompress import DAMAGE
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, shorten
 
 AUTO = "auto"  # data.format that recognizes each file by its content
 DEFAULT_FORMAT = "jsonl"  # the format of a file that no other reader recognizes
@@ -185,13 +187,10 @@ def read_records(
         raise UserError(f"{file}: expected data, got a configuration; give its data.files")
     source = Source(file, open_file, Counter() if skipped is None else skipped, skips_broken, refuse)
     place = None
+    name = format
     try:
         name = _recognized_format(source) if format == AUTO else format
-        reader_class = READERS[name]
-        if missing := ", ".join(sorted(getattr(reader_class, "__abstractmethods__", ()))):
-            raise UserError(f"data.format {name}: {reader_class.__name__} has no {missing}; define it")
-        reader = reader_class()
-        for place, record in reader.records(source):
+        for place, record in _records(name, source):
             yield place, record
     except DAMAGE as error:
         damage = f"damaged {source.compression} file"
@@ -203,12 +202,37 @@ def read_records(
         raise UserError(f"{file}: expected at least one record in the format {name}, got none")
 
 
+def _records(name: str, source: Source) -> Iterator[tuple[str, Record]]:
+    """Yields the records of the reader called ``name``, which may be the user's."""
+    guard = partial(READERS.calling, name, passed=(*DAMAGE, OSError))
+    with guard():
+        items = iter(READERS[name]().records(source))
+    if isinstance(guard(), nullcontext):
+        yield from items
+        return
+    while True:  # a guard around ``yield`` would also be one around the caller
+        with guard():
+            item: Any = next(items, None)
+        if item is None:
+            return
+        is_record = isinstance(item, tuple) and tuple(map(type, item)) == (str, dict)
+        if not is_record:
+            raise UserError(
+                f"{source.path}: data.format: {name!r}: expected (place, record), a string and a dict, from "
+                f"records(), got {shorten(item)}"
+            )
+        yield item
+
+
 def recognized_formats(source: Source) -> Iterator[str]:
     """Yields the names of the readers that recognize the content, without the default format."""
     keys = {key for row in source.first_rows for key in row}
     for name in READERS:
-        is_asked = name not in SIGNATURES or not keys.isdisjoint(SIGNATURES[name])
-        if is_asked and name != DEFAULT_FORMAT and READERS[name]().recognizes(source):
+        if name == DEFAULT_FORMAT or (name in SIGNATURES and keys.isdisjoint(SIGNATURES[name])):
+            continue
+        with READERS.calling(name, "source", (*DAMAGE, OSError)):
+            is_recognized = READERS[name]().recognizes(source)
+        if is_recognized:
             yield name
 
 
@@ -256,4 +280,5 @@ READERS: Registry[type[Reader]] = Registry(
         "token_store": "titan_tree.data.token_store:TokenStoreReader",
     },
     interface=("recognizes", "records"),
+    key="data.format",
 )

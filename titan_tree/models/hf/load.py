@@ -70,7 +70,8 @@ def model_from_config(folder: str | Path, attention: str = "auto", recurrence: s
     expected = [model_class.hf_architectures[model_type]]
     if (architectures := config.get("architectures") or expected) != expected:
         raise UserError(f"{path}: architectures: expected {expected}, got {architectures!s:.60}")
-    return model_class(model_class.Config.from_hf(config, str(path)), attention, recurrence)
+    with MODELS.calling(names[model_type][0], "config, attention, recurrence"):
+        return model_class(model_class.Config.from_hf(config, str(path)), attention, recurrence)
 
 
 def read_weights(folder: str | Path, model: Decoder, shards: WeightShards) -> Iterator[WeightPart]:

@@ -15,7 +15,7 @@ import json
 import logging
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,8 +31,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_tree.distributed.collectives import call_on_all_ranks_keep_rank0, call_on_rank_0, rank, world_size
 from titan_tree.distributed.faults import is_lost_rank
-from titan_tree.distributed.optimizers import load_schedule
-from titan_tree.distributed.titan import LRSchedulersContainer, OptimizersContainer
+from titan_tree.distributed.titan import OptimizersContainer
 from titan_tree.errors import UserError
 from titan_tree.models.lora.adapters import frozen_names
 from titan_tree.run.checkpoint.background import BackgroundWriter, Tensors, plain_tensors
@@ -56,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Progress:
-    """The state that a resume needs besides model, optimizer and scheduler.
+    """The state that a resume needs besides model and optimizer. The learning rate follows from the step.
 
     It contains no random generators, because the trainer seeds them in every step.
     """
@@ -74,9 +73,16 @@ class Checkpoints:
             from checkpoints with the same architecture.
         run_config: the whole configuration. A resume names what has changed.
 
+    Attributes:
+        more_state: makes further state, as JSON values, and adds its tensors to a dict. None: there is none.
+        more: this state, as it was loaded; (None, {}) if the checkpoint has none.
+
     Raises:
         UserError: the folder cannot be written, another run uses it, or not all ranks see it.
     """
+
+    more_state: Callable[[dict[str, Tensor]], object] | None = None
+    more: tuple[object, dict[str, Tensor]] = (None, {})
 
     def __init__(
         self,
@@ -85,13 +91,12 @@ class Checkpoints:
         *,
         model: nn.Module,
         optimizers: OptimizersContainer,
-        lr_schedulers: LRSchedulersContainer,
         progress: Progress,
         architecture: Mapping[str, object],
         run_config: Config,
     ) -> None:
         self.config, self.folder, self.progress = config, folder, progress
-        self.model, self.optimizers, self.lr_schedulers = model, optimizers, lr_schedulers
+        self.model, self.optimizers = model, optimizers
         self.architecture = json.loads(json.dumps(architecture))
         self.run_config = run_config
         self.writing: tuple[int, Path] | None = None  # step and folder of the checkpoint being written
@@ -152,19 +157,23 @@ class Checkpoints:
         self.writing = step, unfinished
         with self._removed_on_failure():
             call_on_rank_0(partial(unfinished.mkdir, exist_ok=True))
+            tensors, more = self._tensors(), dict[str, Tensor]()
             content = {
                 "run": self.lock.run,
                 "step": step,
                 "data": self.progress.data,
-                "lr_scheduler": self.lr_schedulers.state_dict(),
+                "lr_scheduler": {"last_epoch": step},  # for versions before 2026-11-28
                 "architecture": self.architecture,
                 "config": dataclasses.asdict(self.run_config),
+                "more": self.more_state(more) if self.more_state else None,
             }
+            if more:
+                tensors["more"] = more
             writer = CheckpointWriter(unfinished, self._path(step), content)
             if self._background:
-                self._written = self._background.start(self._tensors(), writer)
+                self._written = self._background.start(tensors, writer)
                 return True
-            dcp.save(self._tensors(), storage_writer=writer)
+            dcp.save(tensors, storage_writer=writer)
         self._saved()
         return True
 
@@ -216,20 +225,27 @@ class Checkpoints:
             architecture, config, data = content["architecture"], content["config"], content["data"]
             data |= {name: int(data[name]) for name in ("epoch", "group")}
             reader = CheckpointReader(path, content["files"])
-            schedule = {"last_epoch": int(content["lr_scheduler"]["last_epoch"])}
             check_architecture(self.folder, architecture, self.architecture)
             check_config(self.folder, config, self.run_config, self.config.allow_changes)
         tensors = self._tensors()
         _check_dtypes(path, tensors, reader)
         with _damaged(path):
+            more = {
+                name.removeprefix("more."): torch.empty(stored.size, dtype=stored.properties.dtype)
+                for name, stored in reader.metadata.state_dict_metadata.items()
+                if name.startswith("more.") and isinstance(stored, TensorStorageMetadata)
+            }
+            if more and self.more_state:
+                dcp.load({"more": more}, storage_reader=reader)
             dcp.load(tensors, storage_reader=reader)
             call_on_all_ranks_keep_rank0(partial(_check_finite, tensors))
         self.model.load_state_dict(self.model.state_dict() | tensors["model"])
         # The hyperparameters of the optimizer are those of the configuration.
         self.optimizers.load_state_dict(self.optimizers.state_dict() | tensors["optimizer"])
-        load_schedule(self.optimizers, self.lr_schedulers, schedule)
         self.progress.step, self.progress.data = step, data
-        self.last_saved = step
+        self.last_saved, self.more = step, (content.get("more"), more)
+        if content.get("more") and not self.more_state:
+            logger.info("%s: the states of Lightning's callbacks are left out", path)
 
     def _saved(self) -> None:
         """Notes that a checkpoint is complete, and deletes those that are no longer kept."""

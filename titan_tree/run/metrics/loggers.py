@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import ClassVar, Self
 
 from titan_tree.config.registry import Registry
 
@@ -40,6 +40,38 @@ class Logger:
         """Releases all resources. It is called once, when training ends or fails."""
 
 
+class Tracker(Logger):
+    """Base class of loggers to a tracker. A resumed run continues the tracker's run, whose id a file has.
+
+    A tracker removes no values. Steps that a resumed run repeats have equal values, unless the configuration
+    has changed. ``RunFolder`` then sets the file aside, so that the tracker gets a new run.
+
+    Attributes:
+        id: the id of the run in the tracker. ``close`` writes it into the file, with the newest step.
+    """
+
+    id: str
+    file_name: ClassVar[str]  # ends in "_run_id"
+
+    def __init__(self, folder: Path, start_step: int, total_steps: int) -> None:
+        super().__init__(folder, start_step, total_steps)
+        self.file, self.newest = folder / self.file_name, start_step
+
+    def earlier_id(self) -> str | None:
+        """Returns the id of the run that is continued, or None. The file then has no step until ``close``."""
+        if not (self.start_step and self.file.exists()):
+            return None
+        earlier = self.file.read_text().split()[0]
+        self.file.write_text(earlier)
+        return earlier
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.newest = step
+
+    def close(self) -> None:
+        self.file.write_text(f"{self.id} {self.newest}")
+
+
 LOGGERS: Registry[type[Logger]] = Registry(
     "logger",
     {
@@ -50,6 +82,7 @@ LOGGERS: Registry[type[Logger]] = Registry(
         "mlflow": "titan_tree.run.metrics.mlflow:MlflowLogger",
     },
     interface=("log", "advance", "close"),
+    key="metrics.loggers",
 )
 
 
@@ -62,24 +95,31 @@ class Loggers(Logger):
 
     def __init__(self, names: Sequence[str], folder: Path, start_step: int, total_steps: int) -> None:
         super().__init__(folder, start_step, total_steps)
-        classes = [LOGGERS[name] for name in names]
-        self.loggers: list[Logger] = [make(folder, start_step, total_steps) for make in classes]
+        self.loggers: dict[str, Logger] = {}  # the open ones
+        for name in names:
+            with LOGGERS.calling(name, "folder, start_step, total_steps", (OSError,)):
+                self.loggers[name] = LOGGERS[name](folder, start_step, total_steps)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        for logger in self.loggers:
-            logger.log(step, values)
+        for name, logger in self.loggers.items():
+            with LOGGERS.calling(name, passed=(OSError,)):
+                logger.log(step, values)
 
     def sample(self, text: str) -> None:
-        for logger in self.loggers:
-            logger.sample(text)
+        for name, logger in self.loggers.items():
+            with LOGGERS.calling(name, passed=(OSError,)):
+                logger.sample(text)
 
     def advance(self, step: int) -> None:
-        for logger in self.loggers:
-            logger.advance(step)
+        for name, logger in self.loggers.items():
+            with LOGGERS.calling(name, passed=(OSError,)):
+                logger.advance(step)
 
     def close(self) -> None:
-        for logger in self.loggers:
-            logger.close()
+        while self.loggers:
+            name, logger = self.loggers.popitem()
+            with LOGGERS.calling(name, passed=(OSError,)):
+                logger.close()
 
     def __enter__(self) -> Self:
         self.advance(self.start_step)

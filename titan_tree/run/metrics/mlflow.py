@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_tree.errors import UserError
-from titan_tree.run.metrics.loggers import Logger
+from titan_tree.run.metrics.loggers import Tracker
 
 try:
     from mlflow import MlflowClient
@@ -27,26 +27,28 @@ except ImportError as error:
     ) from None
 
 
-class MlflowLogger(Logger):
-    """Logs to the MLflow run whose id is in the folder's file mlflow_run_id; a resumed run continues it.
+class MlflowLogger(Tracker):
+    """Logs to the MLflow run whose id is in the folder's file mlflow_run_id; see ``Tracker``.
 
-    A resumed run repeats steps exactly, so the values of these steps are there twice, with equal numbers.
+    Steps that a resumed run repeats are there twice, with equal numbers.
     """
+
+    file_name = "mlflow_run_id"
 
     def __init__(self, folder: Path, start_step: int, total_steps: int) -> None:
         super().__init__(folder, start_step, total_steps)
-        id_file, config = folder / "mlflow_run_id", folder / "config.toml"
+        config = folder / "config.toml"
         try:
             self.client = MlflowClient()
-            if start_step > 0 and id_file.exists():
-                self.id = id_file.read_text()
+            if earlier := self.earlier_id():
+                self.id = earlier
                 self.client.update_run(self.id, "RUNNING")
                 return
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "titan_tree")
             experiment = self.client.get_experiment_by_name(name)
             experiment_id = experiment.experiment_id if experiment else self.client.create_experiment(name)
             self.id = self.client.create_run(experiment_id, run_name=folder.name).info.run_id
-            id_file.write_text(self.id)
+            self.file.write_text(self.id)
             if config.exists():
                 keys = _keys(tomllib.loads(config.read_text()))
                 self.client.log_batch(self.id, params=[Param(key, str(value)) for key, value in keys])
@@ -57,6 +59,7 @@ class MlflowLogger(Logger):
             ) from None
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        super().log(step, values)
         now = int(time.time() * 1000)
         self.client.log_batch(self.id, [Metric(name, value, now, step) for name, value in values.items()])
 
@@ -64,6 +67,7 @@ class MlflowLogger(Logger):
         self.client.log_text(self.id, text, "first_sample.txt")
 
     def close(self) -> None:
+        super().close()
         self.client.set_terminated(self.id, "FAILED" if sys.exc_info()[0] else "FINISHED")
 
 

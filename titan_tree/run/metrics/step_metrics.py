@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # The metrics that compare log-probs of paths with the trainer's, by the field of the path. The trainer makes
 # old_logprobs of losses that read rollout_logprobs, too.
 KL_METRICS = {"old_logprobs": "old_kl", "rollout_logprobs": "rollout_kl"}
+ROW = ("step", "bad_steps")  # columns of metrics.csv besides the values of a good step
 MAX_KL = 0.2  # in nats per token, far more than rounding or a policy that is a few steps older make
 
 
@@ -84,7 +85,9 @@ def step_values(report: StepReport) -> dict[str, float]:
     values = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr, "epoch": report.epoch}
     loss_metrics = report.result.loss_metrics | report.result.router_metrics
     for name in METRICS:
-        _add(values, METRICS[name](report), f"metric {name!r}")
+        with METRICS.calling(name, "report"):
+            new = METRICS[name](report)
+        _add(values, new, f"metric {name!r}")
     _add(values, {name: value.item() for name, value in loss_metrics.items()}, "loss")
     _add(values, validation_values(report.validation), "validation")
     return values
@@ -183,7 +186,7 @@ def gpu_metrics(report: StepReport) -> dict[str, float]:
 def _add(values: dict[str, float], new: dict[str, float], source: str) -> None:
     if not isinstance(new, dict):
         raise UserError(f"{source}: expected numbers by name, got {shorten(new)}")
-    if taken := [name for name in new if name in values]:
+    if taken := [name for name in new if name in values or name in ROW]:
         raise UserError(f"{source}: returns a value called {taken[0]!r}, a name in use; rename it")
     for name, value in new.items():
         if not hasattr(value, "__float__"):

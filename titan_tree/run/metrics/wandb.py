@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from titan_tree.errors import UserError
-from titan_tree.run.metrics.loggers import Logger
+from titan_tree.run.metrics.loggers import Tracker
 
 try:
     import wandb
@@ -24,19 +24,20 @@ except ImportError as error:
     ) from None
 
 
-class WandbLogger(Logger):
-    """Logs to the W&B run whose id is in the folder's file wandb_run_id; a resumed run continues it.
+class WandbLogger(Tracker):
+    """Logs to the W&B run whose id is in the folder's file wandb_run_id; see ``Tracker``.
 
-    W&B ignores steps that it already has. A resumed run repeats steps exactly, so no value is lost.
+    W&B ignores steps that it already has, which a resumed run repeats with equal numbers.
     """
+
+    file_name = "wandb_run_id"
 
     def __init__(self, folder: Path, start_step: int, total_steps: int) -> None:
         super().__init__(folder, start_step, total_steps)
-        id_file, config = folder / "wandb_run_id", folder / "config.toml"
-        resumed = start_step > 0 and id_file.exists()
+        config = folder / "config.toml"
         try:
             self.run = wandb.init(
-                id=id_file.read_text() if resumed else None,
+                id=self.earlier_id(),
                 resume="allow",
                 dir=folder,
                 project=os.environ.get("WANDB_PROJECT", "titan_tree"),
@@ -48,14 +49,17 @@ class WandbLogger(Logger):
                 f"metrics.loggers: 'wandb': {' '.join(str(error).split())}; run `wandb login`, "
                 "or set the environment variable WANDB_MODE=offline"
             ) from None
-        id_file.write_text(self.run.id)
+        self.id = self.run.id
+        self.file.write_text(self.id)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        super().log(step, values)
         self.run.log(dict(values), step=step)
 
     def sample(self, text: str) -> None:
         self.run.log({"first_sample": wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)}, step=0)
 
     def close(self) -> None:
+        super().close()
         # W&B shows a run as failed if an exception closes it.
         self.run.finish(exit_code=int(sys.exc_info()[0] is not None))
