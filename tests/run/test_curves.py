@@ -2,8 +2,8 @@
 
     python -m tests.update --curves     # records them anew, after a change of numbers that is meant
 
-The digits depend on torch and on the model of the CPU, which decides which kernels run. Where they are not those
-of the recording, only the first steps are compared, within rounding.
+The digits depend on torch and on the model of the CPU, which decides which kernels run. Where they are not
+those of the recording, only the first steps are compared, within rounding.
 """
 
 import csv
