@@ -1,6 +1,8 @@
 """titan-tree chat, and the byte tokenizer of exports."""
 
 import io
+import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -35,6 +37,21 @@ def test_exported_byte_tokenizers_read_back_with_the_same_ids(export: Path) -> N
     for text in TEXTS:
         assert back.encode(text) == ours.encode(text)
         assert back.decode(back.encode(text)) == text
+
+
+def test_an_export_ends_where_answers_of_the_template_end(export: Path, tmp_path: Path) -> None:
+    """A base model that learns a chat template would otherwise generate up to its limit."""
+    ids = TreeTokenizer.byte_level().special_tokens
+    end, of_text = ids["<|im_end|>"], ids["<|endoftext|>"]
+    base = tmp_path / "base"
+    shutil.copytree(export, base)
+    for known, ends in ((of_text, [end, of_text]), ([end, of_text], [end, of_text]), (None, [end])):
+        file = base / "generation_config.json"
+        file.write_text(json.dumps({"eos_token_id": known, "top_k": 7}))
+        tokenizer = TreeTokenizer.from_hf(base)
+        out = tmp_path / str(known)
+        export_hf(SavedModel(base).model(torch.device("cpu")), out, "1", torch.float32, str(base), tokenizer)
+        assert json.loads((out / file.name).read_text()) == {"eos_token_id": ends, "top_k": 7}
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capsys: pytest.Capt
     assert "shop.store: this is a token store already" in error_of(capsys, source, store, out, *byte)
     clock = tmp_path / "clock.jinja"
     clock.write_text("{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}")
-    assert "reads the clock" in error_of(capsys, source, out, *byte, "--template", clock)
+    assert "set the variable date" in error_of(capsys, source, out, *byte, "--template", clock)
     assert "shop.jsonl:1" in error_of(capsys, source, out, *byte, "data.sample.turns=9")
     assert not out.exists()
 

@@ -8,6 +8,7 @@ from tests.support.formats import TOKEN_ROWS, write_document, write_lines
 from tests.support.rows import ANSWER, ASK, NUL, RULES, SAYS, chat, request
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.readers import read_records
+from titan_tree.errors import UserError
 
 
 def convert(tmp_path, format, row):
@@ -131,6 +132,67 @@ def test_a_schema_for_the_answer_is_named_once(tmp_path, caplog):
         assert caplog.text.count(f"{format}: some requests have a schema for their answer") == 1
     convert(tmp_path, "openai_chat", chat(ASK, ANSWER, response_format={"type": "text"}))
     assert caplog.text.count("some requests") == 3
+
+
+def test_a_restricted_choice_of_tools_is_named_once(tmp_path, caplog):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    named = {"type": "function", "function": {"name": "f"}}
+    for number, choice in enumerate(("none", "required", named)):
+        file = write_lines(tmp_path / f"{number}", [chat(ASK, ANSWER, tools=tools, tool_choice=choice)] * 2)
+        assert len(list(read_records(file))) == 2
+        assert caplog.text.count("some requests restrict the choice of tools (tool_choice)") == number + 1
+    for row in (chat(ASK, ANSWER, tools=tools, tool_choice="auto"), chat(ASK, ANSWER, tool_choice="none")):
+        convert(tmp_path, "openai_chat", row)
+    assert caplog.text.count("some requests") == 3
+
+
+THINKS = """{% for m in messages %}{{ m.role }}{{ enable_thinking if m.role == 'assistant' }}:
+{{- m.content }}<|im_end|>
+{% endfor %}{{ 'assistant' ~ enable_thinking ~ ':' if add_generation_prompt }}"""
+
+
+def test_a_row_has_template_variables_of_its_own(tmp_path, caplog):
+    tokenizer = TreeTokenizer.byte_level(THINKS)
+    rows = [chat(ASK, ANSWER, chat_template_kwargs={"enable_thinking": value}) for value in (True, False)]
+    asked = chat(ASK, chat_template_kwargs={"enable_thinking": 3})
+    rows += [{"request": asked, "response": {"choices": [{"message": ANSWER}]}}, chat(ASK, ANSWER)]
+    reader = sample_reader(write_lines(tmp_path / "f", rows), tokenizer, sample={"enable_thinking": 4})
+    texts = [tokenizer.decode(path.tokens) for group in reader.files.groups() for path in reader.paths(group)]
+    assert [text.partition("assistant")[2].partition(":")[0] for text in texts] == [
+        "True",
+        "False",
+        "4",
+        "3",
+    ]  # calls come last
+    row = chat(ASK, ANSWER, chat_template_kwargs={"enable_thinkin": True})
+    reader = sample_reader(write_lines(tmp_path / "g", [row]), tokenizer, sample={"enable_thinking": 4})
+    for group in reader.files.groups():
+        reader.paths(group)
+    assert "chat_template_kwargs: the template reads no variable 'enable_thinkin'" in caplog.text
+    for wrong in ([], {"turns": "last"}):
+        row = chat(ASK, ANSWER, chat_template_kwargs=wrong)
+        reader = sample_reader(write_lines(tmp_path / "h", [row]), tokenizer)
+        with pytest.raises(UserError, match="chat_template_kwargs: expected an object of template variables"):
+            reader.paths(next(reader.files.groups()))
+
+
+def test_text_parts_wait_for_the_tokenizer_and_are_named_once(tmp_path, caplog):
+    parts = [{"type": "text", "text": text} for text in "ab"]
+    rows = {
+        "openai_chat": chat({**ASK, "content": parts}, ANSWER),
+        "openai_responses": {
+            "input": [{"role": "user", "content": [{**part, "type": "input_text"} for part in parts]}],
+            "output": [SAYS],
+        },
+        "anthropic": chat({**ASK, "content": parts}, ANSWER, system="s"),
+    }
+    for format, row in rows.items():
+        assert {"role": "user", "content": parts} in convert(tmp_path, format, row)["messages"]
+    reader = sample_reader(write_lines(tmp_path / "g", [rows["openai_chat"]] * 2), TreeTokenizer.byte_level())
+    for group in reader.files.groups():
+        (path,) = reader.paths(group)
+        assert "<|im_start|>user\na\nb<|im_end|>" in TreeTokenizer.byte_level().decode(path.tokens)
+    assert caplog.text.count("content in several text parts") == 1
 
 
 CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from datetime import date
 from itertools import islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -102,7 +103,8 @@ class Speaker:
         from titan_tree.rl.truncation import ALL_IDS, Truncation
 
         self.positions: int = model.config.max_position_embeddings
-        self.chat = Chat(tokenizer)
+        today = {"date": date.today().isoformat()} if "date" in tokenizer.template_variables else {}
+        self.chat = Chat(tokenizer, today)
         truncation = ALL_IDS if temperature else Truncation(top_k=1)
         self.sampler = default_sampler(model, truncation, temperature or 1.0)
 

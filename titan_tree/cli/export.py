@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> None:
     if args.adapter:
         export_adapter(model, out, export, source)
     else:
-        export_hf(model, out, export, getattr(torch, training.dtype), source, tokenizer)
+        dtype, variables = getattr(torch, training.dtype), saved.config.data.sample
+        export_hf(model, out, export, dtype, source, tokenizer, variables)
     kind = "an adapter of PEFT" if args.adapter else f"a Hugging Face snapshot in {training.dtype}"
     loads = (
         f'peft.PeftModel.from_pretrained(model, "{args.out}")'

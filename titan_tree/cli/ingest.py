@@ -67,14 +67,8 @@ def _check(reader: SampleReader, tokenizer: TreeTokenizer | None) -> None:
     for file in reader.files.paths:
         if Path(file).is_file() and is_store(Path(file)):
             raise UserError(f"{file}: this is a token store already; train on it as it is")
-    if tokenizer is None:
-        if holds_conversations(next(reader.files.groups())):
-            raise UserError("--tokenizer: conversations need the tokenizer of the model; give its folder")
-    elif tokenizer.template_reads_clock:
-        raise UserError(
-            "--template: this chat template reads the clock (strftime_now), so its samples change with time; "
-            "use a template that does not"
-        )
+    if tokenizer is None and holds_conversations(next(reader.files.groups())):
+        raise UserError("--tokenizer: conversations need the tokenizer of the model; give its folder")
 
 
 def _header(reader: SampleReader, tokenizer: TreeTokenizer | None) -> dict[str, object]:

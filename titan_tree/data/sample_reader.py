@@ -18,6 +18,7 @@ import numpy as np
 
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.components.tree_tokenizer.endings import ending
+from titan_tree.components.tree_tokenizer.templates import SETTINGS
 from titan_tree.components.tree_tokenizer.tool_calls import doubtful
 from titan_tree.data.advantages import advantages, check_options, rollout_rewards
 from titan_tree.data.data_files import DataFiles, Group, Trajectory, group_records, group_trajectories
@@ -40,7 +41,7 @@ from titan_tree.data.schema import (
     turn_weights,
 )
 from titan_tree.data.token_store import STORED, StoredGroup, TokenStore
-from titan_tree.errors import UserError, errors_at, printable
+from titan_tree.errors import UserError, errors_at, printable, shorten
 from titan_tree.tree.path_fields import advantage_array, wrong
 from titan_tree.tree.paths import ModelLimits, TokenPath
 from titan_tree.tree.routed_experts import Replay, has_experts
@@ -343,7 +344,7 @@ class SampleReader:
             if isinstance(value, list):
                 raise wrong(field, "one number for a conversation", "a list")
         messages = _marked_messages(record)
-        options = self.config.sample | present_fields(record, ("turns",))
+        options = self.config.sample | self._variables(place, record) | present_fields(record, ("turns",))
         paths = self.tokenizer.samples(messages, record.get("tools"), **options)
         turns = _trained_turns(messages, paths, options.get("turns", "each"))
         if not turns:
@@ -355,6 +356,21 @@ class SampleReader:
             path.id = f"{name}/{turn}"
         chosen = [path for _, path in turns]
         return [dataclasses.replace(path, **fields) for path in chosen] if fields else chosen
+
+    def _variables(self, place: str, record: Record) -> dict[str, Any]:
+        """Returns the template variables of a conversation. Warns once about those that nothing reads."""
+        given = record.get("chat_template_kwargs")
+        if given is None:
+            return {}
+        reserved = {*SETTINGS, "messages", "tools"}
+        if not isinstance(given, dict) or reserved & given.keys():
+            raise wrong("chat_template_kwargs", "an object of template variables", shorten(given))
+        assert self.tokenizer is not None
+        read = {name: value for name, value in given.items() if name in self.tokenizer.template_variables}
+        for name in sorted(given.keys() - read.keys()):
+            doubt = f"chat_template_kwargs: the template reads no variable {name!r}, so it has no effect"
+            warn_once(file_of(place), doubt, place)
+        return read
 
     def _warn_about_zeros(self, place: str, path: TokenPath) -> None:
         """Warns once about a path whose log-probs of all counted tokens are 0."""

@@ -4,7 +4,7 @@ A record is one trajectory, or one task with several. A trajectory becomes one t
 trained turns. Fields marked ? are optional, null counts as missing, and ... stands for the fields that all
 trajectories can have:
 
-    {"messages": [...], "tools"?, "turns"?, ...}                        a conversation
+    {"messages": [...], "tools"?, "turns"?, "chat_template_kwargs"?, ...} a conversation
     {"tokens" or "input_ids": [...], "loss_mask"?, "old_logprobs"?, "ref_logprobs"?, "rollout_logprobs"?,
      "routed_experts"?, "sampling_mask"?, ...}                          token ids
     {"text": "...", "prompt"?, ...}                                     text without a chat template
@@ -34,7 +34,7 @@ PATH_FIELDS = ("weight", "advantage", "temperature", "policy_version")  # of the
 OWN_FIELDS = (  # of trajectories, not of tasks
     "id", "group_id", "rollout_id", "reward", "preference", "pair", "finish_reason",
 )  # fmt: skip
-CONVERSATION_FIELDS = ("tools", "turns")  # only beside messages
+CONVERSATION_FIELDS = ("tools", "turns", "chat_template_kwargs")  # only beside messages
 INHERITED_FIELDS = (*CONVERSATION_FIELDS, *PATH_FIELDS)  # a task passes them on to its trajectories
 
 KNOWN = {  # the fields of each kind of record

@@ -82,7 +82,7 @@ class EpisodeTrainer(Trainer, ABC):
         check_parallel(config, self._custom_sampler)
         with ENVIRONMENTS.calling(config.rl.environment):
             self.environment = ENVIRONMENTS[config.rl.environment]()
-        self.chat = Chat(self.tokenizer)
+        self.chat = Chat(self.tokenizer, config.data.sample)
         self.sampler = self._custom_sampler or default_sampler(self.model, Truncation.of(config.rl))
         logger.info("rollouts: sampled by %s", type(self.sampler).__name__)
         self.validation_inputs, self.data_sizes = [], None

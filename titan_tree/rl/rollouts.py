@@ -10,6 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -158,6 +159,9 @@ class Rollout:
 class Chat:
     """Turns messages into tokens with the chat template, and turns of the model into text.
 
+    Args:
+        variables: variables of the template, as in [data.sample].
+
     Attributes:
         end: the id that ends a turn.
 
@@ -165,8 +169,8 @@ class Chat:
         UserError: the template does not end a turn with a special token.
     """
 
-    def __init__(self, tokenizer: TreeTokenizer) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: TreeTokenizer, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self.tokenizer, self.variables = tokenizer, variables
         tokens, _, size = self._answered([QUESTION])
         self.end = tokens[size - 1]
         self._num_ends = tokens[:size].count(self.end)  # counts up to the end of the answer
@@ -203,7 +207,7 @@ class Chat:
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None
     ) -> tuple[list[int], int, int]:
         """Returns (tokens of ``messages`` and an answer, start of the answer, end of the answer)."""
-        (path,) = self.tokenizer.samples([*messages, ANSWER], tools, turns="last")
+        (path,) = self.tokenizer.samples([*messages, ANSWER], tools, turns="last", **self.variables)
         answer = np.flatnonzero(path.loss_mask)
         return path.tokens.tolist(), int(answer[0]), int(answer[-1]) + 1
 

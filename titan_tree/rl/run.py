@@ -78,7 +78,9 @@ class WarmStart(EpisodeTrainer):
                 [
                     path
                     for messages in demonstrations
-                    for path in self.tokenizer.samples(messages, tools, turns="whole")
+                    for path in self.tokenizer.samples(
+                        messages, tools, turns="whole", **self.config.data.sample
+                    )
                 ]
             )
         self.check_limits(by_task)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from titan_tree.components.tree_tokenizer.templates import SETTINGS
 from titan_tree.config.checks import (
     Checked,
     at_least,
@@ -27,8 +28,7 @@ URLS = check(
 NO_FILES = "no files, because the environment makes the tasks (titan-tree train reads files)"
 # Keys of [data] that say how files are read. An environment has no files.
 OF_FILES = (
-    *("weights", "format", "ignore_fields", "sample", "merge", "paths", "advantage", "shuffle_buffer"),
-    "workers",
+    *("weights", "format", "ignore_fields", "merge", "paths", "advantage", "shuffle_buffer", "workers"),
 )
 
 
@@ -48,6 +48,8 @@ class RLDataConfig(DataConfig, table="data"):
             got, expected = getattr(self, name), getattr(default, name)
             reason = "an environment has no files" + ("; set rl.advantage" if name == "advantage" else "")
             require(got == expected, f"data.{name}", f"no value, because {reason}", got)
+        for name in SETTINGS:
+            require(name not in self.sample, f"data.sample.{name}", "only variables of the template", name)
 
 
 @dataclass(kw_only=True)

@@ -83,7 +83,7 @@ TEMPLATES = [  # source, words of the error
     ("{{ 3 | text }}", "expects a string"),
     ("{{ messages.content.text() }}", "no attribute 'content'"),
     ("{{ tools | tojson(sort_keys=1) }}{{ {1: 2, 'a': 3} | tojson(sort_keys=true) }}", "TypeError"),
-    ("{{ strftime_now(3) }}", "TypeError"),
+    ("{{ strftime_now(3) }}", "set the variable date"),
     ("{% for %}", "line 1"),
     ("{{ a", "line 1"),
     ("{{ " + "(" * 5000, "RecursionError"),

@@ -192,10 +192,19 @@ def test_a_template_names_the_fields_it_reads():
     assert "tool_call_id" not in qwen3
 
 
-def test_a_template_tells_whether_it_reads_the_clock():
-    assert not TreeTokenizer.byte_level("qwen3").template_reads_clock
-    assert TreeTokenizer.byte_level("{{ strftime_now('%Y') }}").template_reads_clock
-    assert TreeTokenizer.byte_level("{% set now = strftime_now %}{{ now('%Y') }}").template_reads_clock
+def test_the_date_is_a_variable():
+    asked = [{"role": "user", "content": "?"}]
+    for source in ("{{ strftime_now('%d %b %Y') }}", "{% set now = strftime_now %}{{ now('%d %b %Y') }}"):
+        tokenizer = TreeTokenizer.byte_level(source)
+        assert tokenizer.render(asked, date="2025-02-03") == "03 Feb 2025"
+        with pytest.raises(UserError, match=r"prints today's date; .* data.sample.date=2025-12-31"):
+            tokenizer.render(asked)
+        with pytest.raises(UserError, match="date: expected a day as 2025-12-31, got 'today'"):
+            tokenizer.render(asked, date="today")
+    given = "{% if not date_string is defined %}{% set date_string = strftime_now('%Y') %}{% endif %}"
+    assert TreeTokenizer.byte_level(given + "{{ date_string }}").render(asked, date_string="x") == "x"
+    with pytest.raises(UserError, match="reads no variable 'date'"):
+        TreeTokenizer.byte_level("{{ messages }}").render(asked, date="2025-02-03")
 
 
 def test_a_byte_order_mark_is_no_part_of_a_template(tmp_path):
@@ -286,7 +295,7 @@ def test_published_templates_treat_thoughts_as_the_page_on_templates_says():
         ("qwen3_6", {"preserve_thinking": True}, True),
         ("qwen3_8", {}, True),
         ("qwen3_8", {"preserve_thinking": False}, False),
-        ("gptoss", {}, False),
+        ("gptoss", {"date": "2025-12-31"}, False),
     ):
         tokenizer = TreeTokenizer.byte_level(published_template(name))
         last = tokenizer.samples(messages, **variables)[-1]

@@ -8,6 +8,7 @@ messages.py          checks conversations and converts them into one form
 endings.py           how an answer of a model ended, which decides what of it is trained
 tool_calls.py        keeps arguments as the model wrote them, and puts results in the order of their calls
 templates.py         renders conversations with Jinja chat templates; chatml and qwen3 are built in
+probes.py            finds what a template leaves out, and where it ends answers
 template_process.py  starts and ends the process in which templates run
 sandbox.py           the program of that process: a Jinja environment, and limits of the operating system
 samples.py           encodes the prompts of a conversation and cuts them into training samples

@@ -3,21 +3,55 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from titan_tree.components.tree_tokenizer.tokenizer import TreeTokenizer
-from titan_tree.components.tree_tokenizer.vocabulary import byte_characters
+from titan_tree.components.tree_tokenizer.tokenizer import STOP_FILES, TreeTokenizer, stop_ids
+from titan_tree.components.tree_tokenizer.vocabulary import byte_characters, read_json
+from titan_tree.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 # The filter that only titan_tree's templates have, see templates.py.
 TEXT_FILTER = re.compile(r"\s*\|\s*text\b")
-CONVERSATION = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+QUESTION, ANSWER = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "tool", "arguments": {"a": "b"}}]}
+TOOL: dict[str, object] = {
+    "type": "function",
+    "function": {"name": "tool", "description": "tool", "parameters": {}},
+}
 
 
-def write_byte_tokenizer(tokenizer: TreeTokenizer, folder: Path) -> bool:
+def template_ends(tokenizer: TreeTokenizer, variables: Mapping[str, Any]) -> list[int]:
+    """Returns the ids at which answers of the chat template end: of text, and of calls if it shows calls."""
+    ends = []
+    for answer, tools in ((ANSWER, None), (CALL, [TOOL])):
+        try:
+            (path,) = tokenizer.samples([QUESTION, answer], tools, **{**variables, "turns": "last"})
+        except UserError as error:  # the template has no such messages
+            logger.debug("no end of answers: %s", error)
+            continue
+        end = int(path.tokens[np.flatnonzero(path.loss_mask)[-1]])
+        if tokenizer.decode([end]) in tokenizer.special_tokens and end not in ends:
+            ends.append(end)
+    return ends
+
+
+def write_ends(tokenizer: TreeTokenizer, variables: Mapping[str, Any], folder: Path) -> None:
+    """Adds the ends of the template's answers to generation_config.json, so that engines stop there."""
+    file = folder / "generation_config.json"
+    known = next((ids for name in STOP_FILES if (ids := stop_ids(folder / name))), [])
+    if more := [end for end in template_ends(tokenizer, variables) if end not in known]:
+        content = read_json(file) if file.exists() else {}
+        _write(file, content | {"eos_token_id": [*more, *known]})
+
+
+def write_byte_tokenizer(tokenizer: TreeTokenizer, variables: Mapping[str, Any], folder: Path) -> bool:
     """Writes tokenizer.json, tokenizer_config.json, generation_config.json and the chat template.
 
     transformers then encodes, decodes and renders as ``tokenizer`` does. One thing differs: control tokens
@@ -56,10 +90,8 @@ def write_byte_tokenizer(tokenizer: TreeTokenizer, folder: Path) -> bool:
     }
     if (template := tokenizer.template_source) is not None:
         (folder / "chat_template.jinja").write_text(TEXT_FILTER.sub("", template), encoding="utf-8")
-        (path,) = tokenizer.samples(CONVERSATION, turns="last")
-        end = int(path.tokens[np.flatnonzero(path.loss_mask)[-1]])
-        if (content := tokenizer.decode([end])) in tokenizer.control_tokens:
-            config |= {"eos_token": content, "pad_token": content}
+        for end in template_ends(tokenizer, variables)[:1]:
+            config |= dict.fromkeys(("eos_token", "pad_token"), tokenizer.decode([end]))
             _write(folder / "generation_config.json", {"eos_token_id": end, "pad_token_id": end})
     _write(folder / "tokenizer.json", spec)
     _write(folder / "tokenizer_config.json", config)

@@ -31,7 +31,7 @@ NORMALIZED_FIELDS = frozenset(
 )
 
 
-def normalize_messages(messages: object, where: str) -> list[Message]:
+def normalize_messages(messages: object, where: str, separator: str = "\n") -> list[Message]:
     """Checks a conversation and returns it in the form above. The input stays unchanged.
 
     - ``content`` is a string, or a list of ``{"type": "text", "text": str}`` that is joined. For assistants
@@ -43,20 +43,24 @@ def normalize_messages(messages: object, where: str) -> list[Message]:
     - ``tool_calls`` are ``{"name", "arguments"}`` or ``{"type", "function": {"name", "arguments"}}`` as in
       OpenAI's API. Arguments that are the JSON text of an object become the object, if printing it gives the
       same characters. Other text stays as the model wrote it: other white space or forms of numbers, broken
-      JSON, repeated keys, and the end of a message that was cut off.
+      JSON, repeated keys, and the end of a message that was cut off. Null and "" become {}, as clients read
+      them, unless the message was cut off.
     - ``function_call`` and ``refusal`` are refused. The reader of Chat Completions converts them.
     - Other fields (name, tool_call_id, ...) are kept, because a template may read them.
 
     Args:
         messages: the conversation, as parsed from JSON.
         where: what error messages call it.
+        separator: what stands between the text parts of a message.
 
     Raises:
         UserError: a malformed message; the error names ``where``, the message's index and the field.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise UserError(f"{where}: expected a non-empty list of messages, got {shorten(messages)}")
-    return [_normalize_message(message, f"{where}[{index}]") for index, message in enumerate(messages)]
+    return [
+        _normalize_message(message, f"{where}[{index}]", separator) for index, message in enumerate(messages)
+    ]
 
 
 def text_before_calls_as_reasoning(messages: Sequence[Message]) -> list[Message]:
@@ -76,7 +80,7 @@ def text_before_calls_as_reasoning(messages: Sequence[Message]) -> list[Message]
     ]
 
 
-def _normalize_message(message: object, where: str) -> Message:
+def _normalize_message(message: object, where: str, separator: str) -> Message:
     if not isinstance(message, dict):
         raise UserError(f"{where}: expected an object with role and content, got {shorten(message)}")
     role = message.get("role")
@@ -88,7 +92,7 @@ def _normalize_message(message: object, where: str) -> Message:
     result = {
         field: value for field, value in message.items() if field not in ("reasoning_content", "tool_calls")
     }
-    result["content"] = _content(message.get("content"), role, f"{where}.content")
+    result["content"] = _content(message.get("content"), role, f"{where}.content", separator)
     for field in ANSWER_FIELDS:
         if role != "assistant" and message.get(field) is not None:
             raise UserError(f"{where}.{field}: expected only on assistant messages, got it on role {role!r}")
@@ -106,7 +110,7 @@ def _normalize_message(message: object, where: str) -> Message:
     return result
 
 
-def _content(content: object, role: str, where: str) -> str:
+def _content(content: object, role: str, where: str, separator: str) -> str:
     if isinstance(content, str):
         return require_unicode(content, where)
     if content is None and role in ("assistant", "tool"):
@@ -124,7 +128,7 @@ def _content(content: object, role: str, where: str) -> str:
             raise UserError(
                 f'{where}[{index}]: expected {{"type": "text", "text": str}}, got {shorten(part)}'
             )
-    return require_unicode("".join(part["text"] for part in content), where)
+    return require_unicode(separator.join(part["text"] for part in content), where)
 
 
 def _reasoning(message: Message, role: str, where: str) -> str | None:
@@ -172,7 +176,10 @@ def _tool_call(call: object, where: str, is_cut: bool) -> Message:
     if not isinstance(name, str):
         raise UserError(f"{where}.name: expected a string, got {shorten(name)}")
     require_unicode(name, f"{where}.name")
-    arguments = _arguments(function.get("arguments"), f"{where}.arguments", is_cut)
+    arguments = function.get("arguments")
+    if arguments == "" or (arguments is None and "arguments" in function):
+        arguments = "" if is_cut else {}
+    arguments = _arguments(arguments, f"{where}.arguments", is_cut)
     return {"type": "function", **others, "function": {"name": name, "arguments": arguments}}
 
 

@@ -15,6 +15,7 @@ Each prompt of a conversation repeats most of the one before. ``PrefixEncoder`` 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -26,11 +27,13 @@ import numpy as np
 from titan_tree.components.tree_tokenizer.encoders import CONTEXT_CHARACTERS, Spans, TextEncoder
 from titan_tree.components.tree_tokenizer.endings import ending
 from titan_tree.components.tree_tokenizer.messages import Message
-from titan_tree.components.tree_tokenizer.templates import ChatTemplate
+from titan_tree.components.tree_tokenizer.probes import check_context, find_end
+from titan_tree.components.tree_tokenizer.templates import ChatTemplate, End
 from titan_tree.errors import UserError, shorten
 from titan_tree.tree.paths import TokenPath
 
 Turns = Literal["each", "last", "whole"]
+logger = logging.getLogger(__name__)
 _THINK = re.compile("</?think>")
 
 
@@ -50,6 +53,7 @@ class ConversationSamples:
     messages: Sequence[Message]
     tools: Sequence[dict[str, object]] | None
     variables: dict[str, object]  # template variables
+    stops: frozenset[str] = frozenset()  # tokens at which an engine stops
 
     def __post_init__(self) -> None:
         self._prompts = PrefixEncoder(self.encoder, self.template)
@@ -64,6 +68,7 @@ class ConversationSamples:
         if turns == "last":
             indices = indices[-1:]
         self._refuse_neighbours(indices)
+        check_context(self.template, self.messages, self.tools, indices, self.variables)
         if turns == "whole":
             return [self.encode(self.render_whole(indices))]
         return [self.encode(turn) for turn in self.render_turns(indices)]
@@ -74,9 +79,9 @@ class ConversationSamples:
     def render_turns(self, indices: Sequence[int]) -> Iterator[RenderedSample]:
         """Renders the conversation up to and including each of the given assistant messages.
 
-        The completion ends with the end-of-turn token, where the model stopped. The template adds white space
-        after it. The model did not write it, so it has loss mask 0. It stays in the sample because the
-        prompts of later turns contain it: the tree then shares all tokens of the sample with them.
+        The completion ends with the token at which an engine stops, see ``find_end``. What the template adds
+        after it, such as white space, the model did not write, so it has loss mask 0. It stays in the sample
+        because the prompts of later turns contain it, so the tree shares all tokens of the sample with them.
 
         If the model did not end its answer, the sample ends with the text of the answer. If the message is
         not trained, or the model wrote nothing, there is no completion.
@@ -104,9 +109,9 @@ class ConversationSamples:
             return RenderedSample(text, [])
         how = ending(message.get("finish_reason"), f"messages[{index}].finish_reason")
         is_empty = not any(message.get(field) for field in ("content", "reasoning_content", "tool_calls"))
-        stripped = text.rstrip()
-        tokens = [token for token in self.encoder.special_tokens if stripped.endswith(token)]
-        if how in ("cut off", "filtered") or (how == "continued" and not tokens):
+        end = self._end(index)
+        at = text.rfind(end.token, len(prompt)) if end.token and not end.added else -1
+        if how in ("cut off", "filtered") or (how == "continued" and at < 0):
             text = text if is_empty else self._begun(index, message, prompt)
             is_empty = is_empty or len(text) == len(prompt)
             return RenderedSample(text, [] if is_empty else [(len(prompt), len(text))])
@@ -116,10 +121,33 @@ class ConversationSamples:
                 f"messages[{index}]{last}: expected text, reasoning or tool calls in a trained answer, got "
                 "none; remove the message or its call, or give it weight 0 or a finish_reason such as length"
             )
-        end = len(stripped) if tokens and len(stripped) > len(prompt) else len(text)
-        if how == "continued":
-            end -= max(map(len, tokens))
-        return RenderedSample(text, [(len(prompt), end)])
+        text += end.added
+        stop = len(text) if at < 0 else at if how == "continued" else at + len(end.token)
+        return RenderedSample(text, [(len(prompt), stop)])
+
+    def _end(self, index: int) -> End:
+        """Returns where the template ends the answer ``index``. Logs once that it has no end."""
+        answer, following = self.messages[index], self.messages[index + 1 : index + 2]
+        default = "tool" if answer.get("tool_calls") else "user"
+        role = following[0]["role"] if following and following[0]["role"] != "assistant" else default
+        kind = bool(answer.get("tool_calls")), role, repr(self.variables)
+        if kind not in self.template.ends:
+            self.template.ends[kind] = self._find_end(index, role)
+        return self.template.ends[kind]
+
+    def _find_end(self, index: int, following: str) -> End:
+        messages = self.messages[: index + 1]
+        for tokens in (self.encoder.control_tokens, self.encoder.special_tokens):
+            end = find_end(self.template, messages, self.tools, self.variables, following, tokens, self.stops)
+            if end.token:
+                return end
+        logger.warning(
+            "chat template %s: answers have no end: no control token follows them, so a model that is "
+            "trained on them does not learn to stop; choose another data.template",
+            self.template.name,
+            extra={"warning": ("no end", self.template.name)},
+        )
+        return End("")
 
     def _refuse_loss(self, index: int, completion: str) -> None:
         """Raises UserError unless the completion shows the reasoning, content and calls of its message.
@@ -202,6 +230,8 @@ class ConversationSamples:
         whole = self.template.render(self.messages, self.tools, False, self.variables)
         completions = []
         for index, turn in zip(indices, self.render_turns(indices), strict=True):
+            if index == len(self.messages) - 1 and turn.text.startswith(whole):
+                whole = turn.text  # the end that the template writes only in front of a next message
             if not whole.startswith(turn.text):
                 raise UserError(
                     f"messages[{index}]: the chat template renders this turn differently once more messages "

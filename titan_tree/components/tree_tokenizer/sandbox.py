@@ -141,8 +141,19 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
+@jinja2.pass_context
+def _strftime_now(context: Context, format: str) -> str:
+    """Prints the variable ``date`` in place of the clock: samples must not change from day to day."""
+    if (date := context.get("date")) is None:
+        raise jinja2.TemplateError(
+            "it prints today's date; set the variable date to the day on which the answers were sampled, "
+            "such as data.sample.date=2025-12-31"
+        )
+    try:
+        day = datetime.fromisoformat(str(date))
+    except ValueError:
+        raise jinja2.TemplateError(f"the variable date: expected a day as 2025-12-31, got {date!r}") from None
+    return day.strftime(format)
 
 
 # Requests.
@@ -151,10 +162,11 @@ def _strftime_now(format: str) -> str:
 def describe(source: str) -> Iterator[dict[str, Any]]:
     """Yields what ChatTemplate needs to know about a template; its docstring explains the keys."""
     syntax = _environment().parse(source)
+    variables = jinja2.meta.find_undeclared_variables(syntax)
+    reads_clock = any(node.name == "strftime_now" for node in syntax.find_all(jinja2.nodes.Name))
     yield {
-        "variables": sorted(jinja2.meta.find_undeclared_variables(syntax)),
+        "variables": sorted(variables | ({"date"} if reads_clock else set())),
         "fields": sorted(set(_fields(syntax))),
-        "reads_clock": any(node.name == "strftime_now" for node in syntax.find_all(jinja2.nodes.Name)),
         "has_text_spans": any(node.name == "text" for node in syntax.find_all(jinja2.nodes.Filter)),
     }
 

@@ -13,18 +13,23 @@ from __future__ import annotations
 import difflib
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan_tree.components.tree_tokenizer.messages import REASONING_FIELDS, Message
 from titan_tree.components.tree_tokenizer.template_process import PROCESS
+from titan_tree.components.tree_tokenizer.tool_calls import printed
 from titan_tree.config.files import regular
 from titan_tree.errors import UserError, did_you_mean, require_unicode
 
 BUILT_IN = ("chatml", "qwen3")
 MAX_SOURCE = 1 << 18  # characters of a template
-SETTINGS = ("turns", "text_before_calls_is_reasoning")  # of samples, beside a template's variables
+SETTINGS = (
+    "turns",
+    "text_before_calls_is_reasoning",
+    "part_separator",
+)  # of samples, beside a template's variables
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # the marks of text spans, which sandbox.py makes
 _MARKS = re.compile(f"[{OPEN}{CLOSE}]")
 
@@ -33,6 +38,47 @@ def _hint(name: str) -> str:
     """Returns which setting of samples was probably meant by an unknown variable."""
     close = difflib.get_close_matches(name, SETTINGS, n=1)
     return f", did you mean {close[0]!r}" if close else ""
+
+
+class End(NamedTuple):
+    """Where a chat template ends an answer.
+
+    Attributes:
+        token: the token at which an engine stops, or "" if the template has none.
+        added: the text that a finished answer gets, if the template writes the token only in front of the
+            next message; else "".
+    """
+
+    token: str
+    added: str = ""
+
+
+class CallForm(NamedTuple):
+    """How tool calls are given to a chat template: the first form in which it shows them.
+
+    Attributes:
+        as_text: arguments are JSON text, which templates as DeepSeek's concatenate, and not an object.
+        null_content: the content beside calls is null if it is empty.
+    """
+
+    as_text: bool = False
+    null_content: bool = False
+
+    def of(self, message: Message) -> Message:
+        """Returns a message in this form."""
+        if not message.get("tool_calls"):
+            return message
+        message = {**message, "content": message["content"] or (None if self.null_content else "")}
+        if self.as_text:
+            message["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
+        return message
+
+
+def _with_text(call: Message) -> Message:
+    function = call["function"]
+    if isinstance(function["arguments"], dict):
+        function = {**function, "arguments": printed(function["arguments"])}
+    return {**call, "function": function}
 
 
 class ChatTemplate:
@@ -44,11 +90,13 @@ class ChatTemplate:
         constants: variables of every rendering, such as bos_token.
 
     Attributes:
-        variables: names of all variables that the template reads.
+        variables: names of all variables that the template reads. ``date`` is what strftime_now prints.
         fields: names of all fields that the template reads by name, such as "role" in ``message.role``.
         has_text_spans: whether the template uses the filter ``text``.
-        reads_clock: whether the template can read the current time, so that its text may change from day to
-            day.
+        shown: kinds of messages and tools that the template shows, as probes.py has found.
+        ends: where the template ends answers of each kind, as probes.py has found.
+        separator: what stands between two text parts of a message; None: not known yet.
+        call_form: how calls are given to the template; None: not known yet.
 
     Raises:
         UserError: a syntax error in the template.
@@ -65,9 +113,12 @@ class ChatTemplate:
         (description,) = self._request("describe")
         self.variables = frozenset(description["variables"])
         self.fields = frozenset(description["fields"])
-        self.reads_clock: bool = description["reads_clock"]
         self.has_text_spans: bool = description["has_text_spans"]
         self._reasoning_field = next((name for name in REASONING_FIELDS if name in self.fields), None)
+        self.shown: set[Hashable] = set()
+        self.ends: dict[Hashable, End] = {}
+        self.separator: str | None = None
+        self.call_form: CallForm | None = None
 
     @staticmethod
     def load(template: str | Path, constants: Mapping[str, object] | None = None) -> ChatTemplate:
@@ -136,6 +187,8 @@ class ChatTemplate:
                 {name if key == "reasoning_content" else key: value for key, value in message.items()}
                 for message in messages
             ]
+        if self.call_form is not None and any(self.call_form):
+            messages = [self.call_form.of(message) for message in messages]
         text = ""
         constants = {**self.constants, **variables}
         for shared, rest in self._request("render", messages, tools, prefixes, constants):

@@ -17,9 +17,14 @@ from titan_tree.components.tree_tokenizer.messages import (
     refuse_not_finite,
     text_before_calls_as_reasoning,
 )
+from titan_tree.components.tree_tokenizer.probes import find_call_form, find_separator
 from titan_tree.components.tree_tokenizer.samples import ConversationSamples, Turns
 from titan_tree.components.tree_tokenizer.templates import ChatTemplate
-from titan_tree.components.tree_tokenizer.tool_calls import ordered_results, readable_arguments
+from titan_tree.components.tree_tokenizer.tool_calls import (
+    has_parts,
+    ordered_results,
+    readable_arguments,
+)
 from titan_tree.components.tree_tokenizer.vocabulary import (
     QWEN_PATTERN,
     NormalForm,
@@ -35,6 +40,8 @@ from titan_tree.errors import SNAPSHOT, UserError, errors_at, missing_snapshot, 
 from titan_tree.tree.paths import TokenPath
 
 Tools = Sequence[dict[str, object]]
+TEMPLATE_NAMES = ("default", "tool_use")
+STOP_FILES = ("generation_config.json", "config.json")
 # Keys of tokenizer_config.json that chat templates read as variables.
 TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -53,6 +60,8 @@ class TreeTokenizer:
     Args:
         vocabulary: the tokens and how text is split.
         template: the chat template. Without one, ``render`` and ``samples`` raise UserError.
+        tool_template: the chat template of conversations with tools. Default: ``template``.
+        stops: tokens at which an engine stops. The template may have others.
 
     Attributes:
         special_tokens: added token -> id, see ``AddedToken``.
@@ -61,20 +70,26 @@ class TreeTokenizer:
         template_fields: the fields of messages, tool calls and tools that the chat template reads by name.
             Empty without a template.
         template_variables: the variables that the chat template reads. Empty without a template.
-        template_reads_clock: whether the chat template can read the current time.
     """
 
-    def __init__(self, vocabulary: Vocabulary | TokenizerJson, template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary | TokenizerJson,
+        template: ChatTemplate | None,
+        tool_template: ChatTemplate | None = None,
+        stops: Iterable[str] = (),
+    ) -> None:
         self._encoder = make_encoder(vocabulary)
         self._vocabulary = vocabulary
         self._fingerprint: str | None = None
-        self._template = template
+        self._template, self._tool_template = template, tool_template
+        self._stops = frozenset(stops)
         self.special_tokens: dict[str, int] = self._encoder.special_tokens
         self.control_tokens: frozenset[str] = self._encoder.control_tokens
         self.vocab_size: int = self._encoder.vocab_size
-        self.template_fields: frozenset[str] = template.fields if template else frozenset()
-        self.template_variables: frozenset[str] = template.variables if template else frozenset()
-        self.template_reads_clock: bool = template is not None and template.reads_clock
+        templates = [t for t in (template, tool_template) if t is not None]
+        self.template_fields: frozenset[str] = frozenset().union(*(t.fields for t in templates))
+        self.template_variables: frozenset[str] = frozenset().union(*(t.variables for t in templates))
 
     @staticmethod
     def load(name: str | Path, template: str | Path | None = None) -> TreeTokenizer:
@@ -117,12 +132,20 @@ class TreeTokenizer:
             raise UserError(f"{folder}: {missing_snapshot(folder)}")
         config_file = folder / "tokenizer_config.json"
         config = read_json(config_file) if os.path.lexists(config_file) else {}
-        if template is None:
-            template = _template_in_folder(folder, config, config_file)
+        found = (
+            _templates_in_folder(folder, config, config_file) if template is None else {"default": template}
+        )
         tokens = {name: config[name] for name in TEMPLATE_TOKENS if config.get(name)}
         constants = {name: t.get("content") if isinstance(t, dict) else t for name, t in tokens.items()}
-        chat = ChatTemplate.load(template, constants) if template is not None else None
-        return TreeTokenizer(read_hf(folder), chat)
+        chat, with_tools = (
+            ChatTemplate.load(found[name], constants) if name in found else None for name in TEMPLATE_NAMES
+        )
+        made = TreeTokenizer(read_hf(folder), chat, with_tools)
+        ends = {id for name in STOP_FILES for id in stop_ids(folder / name)}
+        made._stops = frozenset(t for t, id in made.special_tokens.items() if id in ends)
+        if isinstance(token := constants.get("eos_token"), str):
+            made._stops |= {token}
+        return made
 
     @staticmethod
     def from_tiktoken(
@@ -196,7 +219,7 @@ class TreeTokenizer:
             and is equal in every process and version of Python.
         """
         if self._fingerprint is None:
-            content = _content(self._vocabulary, self._template)
+            content = _content(self._vocabulary, self._template, self._tool_template)
             if self._template and self._template.has_text_spans:
                 content["control tokens"] = sorted(self._encoder.control_tokens)
             text = json.dumps(content, sort_keys=True)
@@ -222,19 +245,25 @@ class TreeTokenizer:
             UserError: a malformed message, a variable that the template does not read, or an error in the
                 template.
         """
-        template = self._chat_template()
+        template = self._chat_template(tools)
         normal = self._normal_messages(messages, tools, variables)
         return template.plain(template.render(normal, tools, add_generation_prompt, variables))
 
     def _normal_messages(
-        self, messages: object, tools: Tools | None, variables: Mapping[str, object]
+        self,
+        messages: object,
+        tools: Tools | None,
+        variables: Mapping[str, object],
+        separator: str | None = None,
     ) -> list[Message]:
         """Returns checked messages that the chat template renders as they were meant."""
-        template, where = self._chat_template(), "messages"
-        tools = _checked(tools)
-        normal = ordered_results(
-            normalize_messages(messages, where), "tool_call_id" in self.template_fields, where
-        )
+        template, where = self._chat_template(_checked(tools)), "messages"
+        if separator is None and isinstance(messages, list | tuple) and any(map(has_parts, messages)):
+            template.separator = separator = template.separator or find_separator(template, variables)
+        normal = normalize_messages(messages, where, "\n" if separator is None else separator)
+        normal = ordered_results(normal, "tool_call_id" in template.fields, where)
+        if template.call_form is None and any("tool_calls" in message for message in normal):
+            find_call_form(template, normal, tools, variables)
 
         def render(messages: Sequence[Message]) -> str:
             return template.render(messages, tools, False, variables)
@@ -248,12 +277,13 @@ class TreeTokenizer:
         *,
         turns: Turns = "each",
         text_before_calls_is_reasoning: bool = False,
+        part_separator: str | None = None,
         **variables: object,
     ) -> list[TokenPath]:
         """Returns the training samples of a conversation; none if it has no assistant message.
 
         The prompt of a turn is the text that the template renders before it; the completion is the rest of
-        the turn. The loss mask is 1 on completions, including their end-of-turn tokens, and 0 elsewhere.
+        the turn. The loss mask is 1 on completions up to the token at which an engine stops, and 0 elsewhere.
         Prompts and completions are encoded separately, so each completion starts at a token boundary.
 
         An answer that was cut off is trained up to its last character, without an end. Filtered answers, and
@@ -267,20 +297,26 @@ class TreeTokenizer:
                 assistant turn; it needs a template that does not change a turn when more messages follow.
             text_before_calls_is_reasoning: whether the text before an assistant's tool calls is its
                 reasoning, as in data of agents without a reasoning channel.
+            part_separator: what stands between the text parts of a message. Default: what the template puts
+                there, or a line feed, as in vLLM, if it reads only text. In SGLang, it is a blank.
             variables: template variables, such as ``keep_reasoning`` of chatml.
 
         Raises:
             UserError: what ``render`` raises, an unknown ``turns``, a template that renders a turn
-                differently from its own generation prompt, an empty answer that is trained, or a trained one
-                next to another one that does not say how it ended.
+                differently from its own generation prompt, or leaves out what the model read or wrote, an
+                empty answer that is trained, or a trained one next to another one that does not say how it
+                ended.
         """
-        normal = self._normal_messages(messages, tools, variables)
+        normal = self._normal_messages(messages, tools, variables, part_separator)
         if text_before_calls_is_reasoning:
             normal = text_before_calls_as_reasoning(normal)
-        samples = ConversationSamples(self._encoder, self._chat_template(), normal, tools, variables)
+        template = self._chat_template(tools)
+        samples = ConversationSamples(self._encoder, template, normal, tools, variables, self._stops)
         return samples.paths(turns)
 
-    def _chat_template(self) -> ChatTemplate:
+    def _chat_template(self, tools: Tools | None) -> ChatTemplate:
+        if tools and self._tool_template is not None:
+            return self._tool_template
         if self._template is None:
             raise UserError(
                 "the tokenizer's folder has no chat template; set data.template to chatml, qwen3 or a file"
@@ -311,20 +347,34 @@ def _own_tokenizer(name: str, template: str | Path | None) -> TreeTokenizer:
     return made
 
 
-def _template_in_folder(folder: Path, config: Mapping[str, object], config_file: Path) -> str | Path | None:
-    """Returns chat_template.jinja, or else the text in tokenizer_config.json, or None without either.
+def _templates_in_folder(
+    folder: Path, config: Mapping[str, object], config_file: Path
+) -> dict[str, str | Path]:
+    """Returns the chat templates of a folder by their names, as transformers does: "default", "tool_use", ...
 
-    tokenizer_config.json may list several templates by name; the one called "default" counts.
+    They are in chat_template.jinja and additional_chat_templates, or else in tokenizer_config.json.
     """
+    found: dict[str, str | Path] = {
+        file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    }
     if os.path.lexists(file := folder / "chat_template.jinja"):
-        return file
+        found["default"] = file
+    if found:
+        return found
     template = config.get("chat_template")
+    named: dict[object, object] = {"default": template}
     if isinstance(template, list):
-        named = [t for t in template if isinstance(t, dict)]
-        template = next((t.get("template") for t in named if t.get("name") == "default"), None)
-    if template is not None and not isinstance(template, str):
-        raise UserError(f"{config_file}: chat_template: expected Jinja text, got {shorten(template)}")
-    return template
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+    for text in named.values():
+        if text is not None and not isinstance(text, str):
+            raise UserError(f"{config_file}: chat_template: expected Jinja text, got {shorten(text)}")
+    return {str(name): text for name, text in named.items() if isinstance(text, str)}
+
+
+def stop_ids(file: Path) -> list[object]:
+    """Returns the ids at which an engine stops, as generation_config.json or config.json says."""
+    ids = read_json(file).get("eos_token_id") if os.path.lexists(file) else None
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def _checked(tools: Tools | None) -> Tools | None:
@@ -336,9 +386,13 @@ def _checked(tools: Tools | None) -> Tools | None:
     return tools
 
 
-def _content(vocabulary: Vocabulary | TokenizerJson, template: ChatTemplate | None) -> dict[str, object]:
+def _content(
+    vocabulary: Vocabulary | TokenizerJson, template: ChatTemplate | None, with_tools: ChatTemplate | None
+) -> dict[str, object]:
     """Returns what a fingerprint depends on, as JSON values."""
     content: dict[str, object] = {"template": template and (template.source, template.constants)}
+    if with_tools is not None:
+        content["template for tools"] = with_tools.source
     if isinstance(vocabulary, TokenizerJson):
         content["tokenizer"] = vocabulary.spec
     else:

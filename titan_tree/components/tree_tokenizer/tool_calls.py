@@ -15,6 +15,10 @@ EARLY_RESULT = (
     "a tool's result before any answer of the assistant, and it is kept as context; if the conversation lost "
     "its beginning, add it"
 )
+PARTS = (
+    "content in several text parts; they are joined by what the chat template puts there, or by a line feed, "
+    'as vLLM does; SGLang joins by a blank: set data.sample.part_separator = " "'
+)
 NO_OBJECT = (
     "arguments that look like JSON, but are no JSON object, and are kept as the text that the model wrote; "
     "if it should not learn that, give the message weight 0"
@@ -101,6 +105,12 @@ def readable_arguments(
     return [_with_objects(message, f"{where}[{index}]") for index, message in enumerate(messages)]
 
 
+def has_parts(message: object) -> bool:
+    """Returns whether the content of a message is a list of several parts."""
+    content = message.get("content") if isinstance(message, dict) else None
+    return isinstance(content, list) and len(content) > 1
+
+
 def doubtful(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
     """Yields probable mistakes of checked messages, as (place in the messages, what it is).
 
@@ -108,6 +118,8 @@ def doubtful(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
     """
     has_answer = False
     for index, message in enumerate(messages):
+        if has_parts(message):
+            yield f"[{index}].content", PARTS
         if message["role"] == "tool" and not has_answer:
             yield f"[{index}]", EARLY_RESULT
         has_answer |= message["role"] == "assistant"
@@ -115,7 +127,7 @@ def doubtful(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
             continue
         for number, call in enumerate(message.get("tool_calls") or ()):
             text = call.get("function", call)["arguments"]
-            if isinstance(text, str) and text.lstrip()[:1] in ("", "{", "[") and not _is_object(text):
+            if isinstance(text, str) and text.lstrip()[:1] in ("{", "[") and not _is_object(text):
                 yield f"[{index}].tool_calls[{number}]", NO_OBJECT
 
 

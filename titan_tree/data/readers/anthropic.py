@@ -157,6 +157,7 @@ def _user_messages(
 ) -> list[Message]:
     """Returns the messages that the blocks of a user's message become, in order."""
     messages: list[Message] = []
+    parts: list[Message] = []  # of the last message
     for block, where in blocks:
         if block.get("type") == "tool_result":
             text = text_of(block.get("content"), f"{where}.content")
@@ -164,10 +165,14 @@ def _user_messages(
             name = names.get(str(identifier))
             result = {"role": "tool", "content": text, "tool_call_id": identifier}
             messages.append(result if name is None else {**result, "name": name})
-        elif messages and messages[-1]["role"] == role:
-            messages[-1]["content"] += text_of([block], where)
-        else:
-            messages.append({"role": role, "content": text_of([block], where)})
+            continue
+        text = text_of([block], where)
+        if not (messages and messages[-1]["role"] == role):
+            messages.append({"role": role, "content": text})
+            parts = [{"type": "text", "text": text}]
+        else:  # the tokenizer joins the parts
+            parts.append({"type": "text", "text": text})
+            messages[-1]["content"] = parts
     return messages or [{"role": role, "content": ""}]
 
 

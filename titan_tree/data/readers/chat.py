@@ -154,6 +154,19 @@ def text_of(content: object, where: str) -> str:
     return "".join(_part_text(part, f"{where}[{index}]") for index, part in enumerate(parts))
 
 
+def content_of(content: object, where: str) -> str | list[Message]:
+    """Returns the content of a message: text, or several text parts, which the tokenizer joins.
+
+    Raises:
+        UserError: an image or another part that is not text.
+    """
+    if not isinstance(content, list) or len(content) < 2:
+        return text_of(content, where)
+    return [
+        {"type": "text", "text": _part_text(part, f"{where}[{index}]")} for index, part in enumerate(content)
+    ]
+
+
 def _part_text(part: object, where: str) -> str:
     if isinstance(part, str):
         return part

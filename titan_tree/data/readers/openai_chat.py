@@ -13,10 +13,10 @@ from titan_tree.data.readers.chat import (
     Message,
     answered,
     call,
+    content_of,
     joined,
     mark_of,
     marked,
-    text_of,
     without,
     without_temperature_0,
 )
@@ -192,7 +192,7 @@ def _message(message: object, where: str) -> Message:
     if message.get("audio"):
         raise UserError(f"{where}.audio: titan_tree trains on text; remove the sample")
     if isinstance(message.get("content"), list):
-        result["content"] = text_of(message["content"], f"{where}.content")
+        result["content"] = content_of(message["content"], f"{where}.content")
     if (refusal := message.get("refusal")) is not None:
         if message.get("content"):
             raise UserError(f"{where}.refusal: expected either content or refusal, got both; remove one")

@@ -11,6 +11,7 @@ from titan_tree.data.readers.chat import (
     answered,
     assistant_messages,
     call,
+    content_of,
     joined,
     marked,
     text_of,
@@ -143,7 +144,7 @@ def _other_message(item: Message, kind: str, names: dict[str, object], where: st
     role = item.get("role")
     if role not in ("system", "developer", "user"):
         raise UserError(f"{where}.role: expected system, developer, user or assistant, got {shorten(role)}")
-    content = text_of(item.get("content"), f"{where}.content")
+    content = content_of(item.get("content"), f"{where}.content")
     return {"role": "system" if role == "developer" else role, "content": content}
 
 

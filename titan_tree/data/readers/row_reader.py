@@ -17,9 +17,16 @@ logger = logging.getLogger(__name__)
 _warned: set[tuple[str, str]] = set()  # (file, message)
 
 # Columns that may hold JSON text.
-JSON_COLUMNS = ("messages", "tools", "functions", "trajectories", "conversations", "nodes", "triplets")
+JSON_COLUMNS = (
+    "messages", "tools", "functions", "trajectories", "conversations", "nodes", "triplets",
+    "chat_template_kwargs",
+)  # fmt: skip
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 PAIR_COLUMNS = ("chosen", "rejected")
+TOOL_CHOICE = (
+    "some requests restrict the choice of tools (tool_choice), and the samples show all tools; if the server "
+    "left them out of the prompt, remove tools from these rows"
+)
 ANSWER_SCHEMA = (
     "some requests have a schema for their answer (response_format), which the samples leave out; if the "
     "server showed it to the model, add its text to the system message"
@@ -84,6 +91,8 @@ class RowReader(Reader):
     def _record(self, row: Record) -> Record:
         if any(map(asks_for_schema, (row, row.get("request")))):
             self.warn(ANSWER_SCHEMA)
+        if any(map(restricts_tools, (row, row.get("request")))):
+            self.warn(TOOL_CHOICE)
         refuse_columns(row, PAIR_COLUMNS if self.reads_pairs else ())
         record = self.convert(decoded_columns(row))
         if not isinstance(record, dict):
@@ -135,6 +144,15 @@ def asks_for_schema(request: object) -> bool:
     formats = [request.get("response_format"), request.get("output_format")]
     formats += [part.get("format") for part in (text, config) if isinstance(part, dict)]
     return any(isinstance(format, dict) and format.get("type") != "text" for format in formats)
+
+
+def restricts_tools(request: object) -> bool:
+    """Returns whether a request with tools forbids or demands calls."""
+    if not isinstance(request, dict) or not (request.get("tools") or request.get("functions")):
+        return False
+    choices = (request.get("tool_choice"), request.get("function_call"))
+    kinds = (choice.get("type") if isinstance(choice, dict) else choice for choice in choices)
+    return any(choice is not None and kind != "auto" for choice, kind in zip(choices, kinds, strict=True))
 
 
 def warn_once(path: str, message: str, place: str = "") -> None:

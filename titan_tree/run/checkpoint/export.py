@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_tree.components.lora import is_factor
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.components.tree_tokenizer.hf_files import write_byte_tokenizer
+from titan_tree.components.tree_tokenizer.hf_files import write_byte_tokenizer, write_ends
 from titan_tree.distributed.collectives import rank, world_size
 from titan_tree.errors import UserError
 from titan_tree.models.lora.peft import save_adapter
@@ -44,7 +46,8 @@ def export_results(
     if model.lora is not None:
         export_adapter(model, folder / "adapter", run, source)
     if config.checkpoint.export_hf:
-        export_hf(model, folder / "hf", run, getattr(torch, config.training.dtype), source, tokenizer)
+        dtype = getattr(torch, config.training.dtype)
+        export_hf(model, folder / "hf", run, dtype, source, tokenizer, config.data.sample)
 
 
 def export_hf(
@@ -54,6 +57,7 @@ def export_hf(
     dtype: torch.dtype,
     source: str | None,
     tokenizer: TreeTokenizer | None = None,
+    variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Writes the weights as a Hugging Face snapshot. Collective.
 
@@ -65,15 +69,18 @@ def export_hf(
         dtype: dtype of the written weights. Constants keep theirs.
         source: folder of the snapshot that the weights started from, or None. Its tokenizer and other
             files are copied.
-        tokenizer: see ``export_results``.
+        tokenizer: see ``export_results``. Generation ends where answers of its chat template end.
+        variables: variables of the template, as in [data.sample].
     """
     weights = gathered_weights(model, dtype)
     if rank() == 0:
         with _replaced(folder, run, "Hugging Face snapshot") as unfinished:
             save_pretrained(model, unfinished, weights, source=source)
             is_missing = not (unfinished / "tokenizer.json").exists()
-            if tokenizer is not None and is_missing and not write_byte_tokenizer(tokenizer, unfinished):
-                logger.warning("%s: has no tokenizer; copy the files of data.tokenizer into it", folder)
+            if tokenizer is not None:
+                if is_missing and not write_byte_tokenizer(tokenizer, variables, unfinished):
+                    logger.warning("%s: has no tokenizer; copy the files of data.tokenizer into it", folder)
+                write_ends(tokenizer, variables, unfinished)
     if world_size() > 1:
         dist.barrier()
 

@@ -1,0 +1,243 @@
+"""What a chat template shows of a conversation, and where it ends answers.
+
+A probe is a copy of a conversation with a mark in place of each of its texts. A mark that is missing in the
+rendered text was left out by the template. TRL's tests of templates do the same with one fixed conversation.
+Here the marks are planted once per template and kind of message, so that other conversations cost nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import count
+from typing import NamedTuple
+
+from titan_tree.components.tree_tokenizer.messages import Message
+from titan_tree.components.tree_tokenizer.templates import CallForm, ChatTemplate, End
+from titan_tree.components.tree_tokenizer.tool_calls import parse_object
+from titan_tree.errors import UserError
+
+Tools = Sequence[Mapping[str, object]]
+Variables = Mapping[str, object]
+
+
+class Marks(NamedTuple):
+    """The mark of each text of a message or of the tools, as (field, mark), in order."""
+
+    fields: list[tuple[str, str]]
+
+    def missing(self, text: str) -> str | None:
+        """Returns the first field whose mark the text does not have. A template may change its case."""
+        text = text.lower()
+        return next((field for field, mark in self.fields if mark not in text), None)
+
+    def last(self, text: str) -> str:
+        """Returns the mark behind which the text has no other."""
+        return max((mark for _, mark in self.fields), key=text.rfind)
+
+
+class Probe:
+    """A conversation and its tools with marks in place of their texts."""
+
+    def __init__(self, messages: Sequence[Message], tools: Tools | None) -> None:
+        self._mark = map("zq{}qz".format, count()).__next__
+        self.tools, self.tool_marks = self._tools(tools or ())
+        planted = [self.message(message) for message in messages]
+        self.messages, self.marks = [m for m, _ in planted], [marks for _, marks in planted]
+
+    def message(self, message: Message) -> tuple[Message, Marks]:
+        """Returns a message with marks, and the marks that a prompt must have: not those of thoughts."""
+        marks: list[tuple[str, str]] = []
+        planted = {field: value for field, value in message.items() if field != "prefill"}
+        if message.get("reasoning_content"):
+            planted["reasoning_content"] = self._mark()
+        if message["content"].strip():
+            planted["content"] = self._mark()
+            marks.append(("content", planted["content"]))
+        if calls := message.get("tool_calls"):
+            planted["tool_calls"] = [
+                self._call(call, f"tool_calls[{index}]", marks) for index, call in enumerate(calls)
+            ]
+        return planted, Marks(marks)
+
+    def _call(self, call: Message, where: str, marks: list[tuple[str, str]]) -> Message:
+        name, key, value = self._mark(), self._mark(), self._mark()
+        arguments: object = call["function"]["arguments"]
+        marks.append((f"{where}.name", name))
+        parsed = parse_object(arguments) if isinstance(arguments, str) else arguments
+        if parsed is not None:
+            arguments = {key: value} if arguments is parsed else json.dumps({key: value})
+            marks += [(f"{where}.arguments", key), (f"{where}.arguments", value)]
+        elif arguments:  # the text of a custom tool, or broken JSON
+            arguments = value
+            marks.append((f"{where}.arguments", value))
+        return {**call, "function": {"name": name, "arguments": arguments}}
+
+    def _tools(self, tools: Tools) -> tuple[list[dict[str, object]], Marks]:
+        marks: list[tuple[str, str]] = []
+        planted = []
+        for index, tool in enumerate(tools):
+            inner = tool.get("function")
+            function = {**(inner if isinstance(inner, dict) else tool)}
+            for field in ("name", "description"):
+                if isinstance(text := function.get(field), str) and text.strip():
+                    function[field] = self._mark()
+                    marks.append((f"tools[{index}].{field}", function[field]))
+            parameters = function.get("parameters")
+            if isinstance(parameters, dict) and isinstance(types := parameters.get("properties"), dict):
+                names = [self._mark() for _ in types]
+                types = dict(zip(names, types.values(), strict=True))
+                function["parameters"] = {**parameters, "properties": types}
+                marks += [(f"tools[{index}].parameters", name) for name in names]
+            planted.append({**tool, "function": function} if isinstance(inner, dict) else function)
+        return planted, Marks(marks)
+
+
+def check_context(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    tools: Tools | None,
+    turns: Sequence[int],
+    variables: Variables,
+) -> None:
+    """Raises UserError unless the prompts of these turns show all messages, calls, results and tools.
+
+    Thoughts of earlier turns may be missing: templates drop them on purpose, and the model saw none, either.
+    """
+    kinds = list(_kinds(messages[: turns[-1]], tools, variables))
+    new = [index for index, kind in enumerate(kinds) if kind not in template.shown]
+    if not new:
+        return
+    probe = Probe(messages, tools)
+    # The next prompt behind each message of a new kind, and the last one.
+    chosen = sorted({next(turn for turn in turns if turn >= index) for index in new} | {turns[-1]})
+    try:
+        prompts = list(template.prefixes(probe.messages, probe.tools, [(t, True) for t in chosen], variables))
+    except UserError:  # the template refuses the conversation, or depends on its texts
+        return
+    for turn, prompt in zip(chosen, prompts, strict=True):
+        hidden = [(probe.tool_marks.missing(prompt), "")]
+        for index, message in enumerate(messages[:turn]):
+            hidden.append((probe.marks[index].missing(prompt), f"messages[{index}] ({message['role']}) "))
+        for field, where in hidden:
+            if field is not None:
+                raise UserError(
+                    f"{where}{field}: the chat template {template.name} leaves this out of the prompt, so "
+                    f"messages[{turn}] would be trained without what the model read; choose a data.template "
+                    "that shows it, or remove the sample"
+                )
+    template.shown.update(kinds)
+
+
+def _kinds(messages: Sequence[Message], tools: Tools | None, variables: Variables) -> Iterator[Hashable]:
+    """Yields the kind of the tools and of each message: on what may depend whether a template shows it."""
+    shared = repr(sorted(variables.items())), tuple(sorted({_tool_form(tool) for tool in tools or ()}))
+    yield shared
+    users = sum(message["role"] == "user" for message in messages)
+    seen, before = set(), None
+    for message in messages:
+        calls = message.get("tool_calls", ())
+        form = (
+            message["role"],
+            bool(message["content"].strip()),
+            bool(message.get("reasoning_content")),
+            *(type(call["function"]["arguments"]) for call in calls[:2]),
+        )
+        users -= message["role"] == "user"
+        yield shared, before, form, form in seen, users > 0
+        seen.add(form)
+        before = form
+
+
+def _tool_form(tool: Mapping[str, object]) -> tuple[str, ...]:
+    function = tool.get("function")
+    return (*sorted(tool), *sorted(function if isinstance(function, dict) else ()))
+
+
+def find_call_form(
+    template: ChatTemplate, messages: Sequence[Message], tools: Tools | None, variables: Variables
+) -> None:
+    """Sets the first form of calls that the template shows. Without one, ``check_context`` refuses them."""
+    probe = Probe(messages, tools)
+    asked = [marks for message, marks in zip(messages, probe.marks, strict=True) if "tool_calls" in message]
+    for form in (CallForm(a, n) for n in (False, True) for a in (False, True)):
+        template.call_form = form
+        try:
+            text = template.render(probe.messages, probe.tools, False, variables)
+        except UserError:
+            continue
+        is_python = re.search(r"\{'zq\d+qz': 'zq\d+qz'\}", text)  # an object that was printed as text
+        if not is_python and not any(marks.missing(text) for marks in asked):
+            return
+    template.call_form = None
+
+
+def find_separator(template: ChatTemplate, variables: Variables) -> str:
+    """Returns what the template puts between two text parts, or a line feed if it reads only text."""
+    texts = "zq0qz", "zq1qz"
+    parts = [{"type": "text", "text": text} for text in texts]
+    try:
+        text = template.render([{"role": "user", "content": parts}], None, True, variables)
+    except UserError:
+        return "\n"
+    between = text.partition(texts[0])[2].partition(texts[1])
+    return between[0] if between[1] and "text" not in between[0] else "\n"
+
+
+def find_end(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    tools: Tools | None,
+    variables: Variables,
+    following: str,
+    tokens: Collection[str],
+    stops: Collection[str],
+) -> End:
+    """Returns where the template ends an answer.
+
+    An engine stops at one of ``stops`` in front of the next message. If none is there, it is the last of the
+    control tokens that stand behind the answer whether or not a message follows: not a mark of the end of a
+    whole text. If nothing stands there, it is the mark of the next role, as in GLM-4.5.
+
+    Args:
+        messages: the last one is the answer.
+        following: role of the next message.
+        tokens: the control tokens.
+        stops: tokens at which an engine stops, as the files of the tokenizer say.
+    """
+    *before, answer = messages
+    if not (answer["content"].strip() or answer.get("tool_calls")):
+        answer = {**answer, "content": "."}
+    probe = Probe([*before, answer], tools)
+    calls = answer.get("tool_calls") or [{}]
+    follow = [{"role": following, "content": "."} for _ in (calls if following == "tool" else "1")]
+    for message, call in zip(follow, calls, strict=False):
+        message |= {"tool_call_id": call["id"]} if following == "tool" and "id" in call else {}
+    planted = [probe.message(message) for message in follow]
+    render = partial(template.render, tools=probe.tools, add_generation_prompt=False, variables=variables)
+    try:
+        final = render(probe.messages)
+    except UserError:  # the template depends on the texts of messages
+        return End("")
+    last, following_mark = probe.marks[-1].last(final), planted[0][1].fields[0][1]
+    final = final.rpartition(last)[2]
+    try:
+        text, found, _ = render([*probe.messages, *(m for m, _ in planted)]).partition(following_mark)
+        followed = text.rpartition(last)[2] if found else final
+    except UserError:  # no message may follow
+        followed = final
+    finder = re.compile("|".join(map(re.escape, sorted({*tokens, *stops}, key=len, reverse=True))) or r"(?!)")
+    alone, inside = (finder.findall(text) for text in (final, followed))
+    shared = 0
+    while shared < min(len(alone), len(inside)) and alone[shared] == inside[shared]:
+        shared += 1
+    candidates = [t for t in inside if t in stops] + inside[:shared][::-1] + alone[:1] + inside[:1]
+    for token in candidates:
+        if token in alone:
+            return End(token)
+        added = followed[len(final) : followed.find(token, len(final)) + len(token)]
+        if followed.startswith(final) and added.strip() == token:
+            return End(token, added)
+    return End("")
