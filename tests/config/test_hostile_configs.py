@@ -133,7 +133,7 @@ ARGUMENTS = {  # argument -> words of the error
     "data.files=!!python/object/apply:os.system [ls]": "not valid YAML",
     "data.files=" + "[" * 3000: "not valid YAML",
     "model.overrides={1: 2}": "expected names as the keys",
-    "model.overrides={null: 2}": "expected names as the keys",
+    "model.overrides={null: 2}": "not valid YAML",
     "model.overrides={a: !!binary aGk=}": "expected a string, a number",
     f"folder={SECRET}": "folder: expected a literal value without '${'",
     'folder="\\x24{oc.env:SECRET}"': "folder: expected a literal value without '${'",

@@ -421,11 +421,12 @@ def test_weights_repeat_and_leave_out_groups(tmp_path):
         return tree_dataset(files, epochs=3, weights=weights, global_batch_groups=7, shuffle_buffer=5)
 
     whole = dataset()
+    left = whole.steps_left(whole.reader.files.sizes())
     steps, positions = [], []
     for step in whole:
         steps.append(as_data(step))
         positions.append(whole.position())
-    assert len(steps) == whole.steps_left(whole.reader.files.sizes())
+    assert len(steps) == left
     counts = Counter(tokens[1] for step in steps for micro in step for tokens, _ in micro)
     often, once, seldom = ([counts[first + i] for i in range(40)] for first in (0, 100, 200))
     assert set(often) <= set(range(6, 10))

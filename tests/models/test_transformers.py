@@ -335,7 +335,8 @@ def test_training_in_bfloat16_keeps_in_fp32_what_transformers_keeps(name: str, t
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     want = TransformersModel(theirs).state_dict()
     want |= {key: value.bfloat16() for key, value in want.items() if key.endswith(FP32.get(name, ()))}
-    config, training = ModelConfig(hf_path=str(tmp_path), implementation="transformers"), TrainingConfig()
+    config = ModelConfig(hf_path=str(tmp_path), implementation="transformers")
+    training = TrainingConfig(dtype="bfloat16")
     for lora in (None, LoRAConfig(rank=2)):
         model = build_parallel_model(config, training, ParallelConfig(), OneRank(), lora)
         with cast_weights(model):

@@ -17,9 +17,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from titan_tree.config.checks import MISSING, require
 from titan_tree.config.files import regular
@@ -77,24 +79,7 @@ EXPECTED = {
 }
 
 
-class _Values(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
-    """Reads the values of arguments: YAML in which 1e-4 is a number, and [*] and *.jsonl are plain text."""
-
-    fetch_alias = fetch_anchor = yaml.SafeLoader.fetch_plain
-    yaml_implicit_resolvers: ClassVar = {
-        first: [(tag, form) for tag, form in forms if tag.endswith((":bool", ":int", ":null"))]
-        for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        values: dict[Any, Any] = super().construct_mapping(node, deep)
-        if len(values) < len(node.value):
-            raise ValueError("a name occurs twice")
-        return values
-
-
-_NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?$|[-+]?\.?inf$|\.?nan$")
-_Values.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789in"))
+_PATTERN = re.compile(r"(?:^|(?<=[\[,:\s]))\*[^\],\s]*")  # [*], *.jsonl: for YAML, * begins an alias
 
 
 def load_tables(
@@ -216,9 +201,13 @@ def _read_argument(argument: str) -> tuple[str, Table]:
     with errors_at(source):
         _check_text(text, f"{key:.60}")
     try:
-        table: Table = {names[-1]: yaml.load(text, _Values)}
-    except (yaml.YAMLError, ValueError, RecursionError, AttributeError):
+        if not {'"', "'"} & set(text):
+            text = _PATTERN.sub(lambda match: f'"{match[0]}"', text)
+        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError):
         raise UserError(f"{source}: the value is not valid YAML") from None
+    # YAML spells these numbers .inf and .nan, but Python and TOML do not.
+    table = {names[-1]: float(text) if text in ("inf", "-inf", "nan") else parsed["value"]}
     for name in reversed(names[:-1]):
         table = {name: table}
     return source, table

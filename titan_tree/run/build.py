@@ -69,7 +69,8 @@ def build_activations(config: PartitionConfig, device: torch.device) -> Activati
 
 
 def build_loss(config: LossConfig) -> TreeLoss:
-    return TreeLoss(
+    """Returns the loss. Writes its reduction into ``config``, so that checkpoints store what was trained."""
+    loss = TreeLoss(
         config.name,
         config.reduction,
         config.entropy,
@@ -78,6 +79,8 @@ def build_loss(config: LossConfig) -> TreeLoss:
         whiten=config.whiten,
         **config.options,
     )
+    config.reduction = loss.reduction
+    return loss
 
 
 def build_router_bias(config: RouterBias, model: TreeModel) -> RouterBias | None:

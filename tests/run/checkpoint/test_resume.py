@@ -261,7 +261,6 @@ RESUMES: dict[str, tuple[int, dict[str, Any], int | str]] = {
     "a file that ends before, and steps": (
         5, {"training__epochs": "null", "training__steps": 9}, "5 groups, but the checkpoint was written aft",
     ),
-    "a longer warm-up": (9, {"lr_scheduler__warmup_steps": 10}, "warmup_steps: expected at most the 9 steps"),
 }  # fmt: skip
 
 
