@@ -40,6 +40,12 @@ def chat(response=None, **choice):
     "row",
     [
         chat({"prompt_token_ids": [5, 6]}, token_ids=[8, 9], logprobs=CONTENT),
+        chat(
+            {"prompt_token_ids": [5, 6], "usage": {"completion_tokens": 2}},
+            token_ids=[8, 9],
+            logprobs=CONTENT,
+        )
+        | {"request": ASKED | {"return_token_ids": True, "logprobs": True}},
         chat({"prompt_token_ids": [5, 6]}, logprobs=CONTENT),  # return_tokens_as_token_ids
         chat(prompt_token_ids=[5, 6], meta_info={"output_token_logprobs": PAIRS}),
         {"choices": [SAID | {"token_ids": [8, 9], "logprobs": CONTENT}], "prompt_token_ids": [5, 6]} | ASKED,

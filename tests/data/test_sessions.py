@@ -576,6 +576,15 @@ def test_a_copied_session_is_named(tmp_path, caplog, rows):
     assert "this session continues a copy of other" in caplog.text
 
 
+def test_answers_of_two_files_are_named(tmp_path, caplog):
+    rows = [ASKED, gateway_answer("a1", "u1", text("a1"), requestId="of two files")]
+    read(write_lines(tmp_path / "f.jsonl", rows))
+    read(write_lines(tmp_path / "f.jsonl", rows))
+    assert "continues a copy" not in caplog.text
+    read(write_lines(tmp_path / "g.jsonl", rows))
+    assert f"g.jsonl: this session continues a copy of {tmp_path / 'f.jsonl'}" in caplog.text
+
+
 def test_the_order_of_lines_does_not_matter(tmp_path):
     lines = [line for line in CLAUDE if "uuid" in line]
     expected, _ = read(write_lines(tmp_path / "f.jsonl", lines))

@@ -42,6 +42,9 @@ NEUTRAL = (
 )  # fmt: skip
 
 
+_files: dict[tuple[str, str | None], str] = {}  # the file in which this process found an answer first
+
+
 @dataclass(eq=False)
 class _Message:
     """A message of the API: one line, the lines of one answer, or the results of an answer's calls.
@@ -56,7 +59,7 @@ class _Message:
     stop_reason: object = None
     is_root: bool = False  # whether nothing before it is in the prompt
     prompt_tokens: int | None = None
-    answer: tuple[object, object] | None = None  # the ids of the answer and of its request, if it has one
+    answer: tuple[str, str | None] | None = None  # the ids of the answer and of its request, if it has one
     repeats: _Message | None = None  # the message that it repeats as context
     removes: Sequence[object] = ()  # ids of lines before it that the prompt has no more
     clears: Sequence[object] = ()  # ids of calls before it whose results the prompt has no more
@@ -118,6 +121,11 @@ class ClaudeCodeReader(SessionReader):
             if parent is not None and parent not in parents:
                 orphaned(source)
         _join_lines(messages, parents)
+        for answer in {message.answer for message in messages.values()}:
+            if answer is None or answer[1] is None:  # gateways give no id of the request
+                continue
+            if (other := _files.setdefault(answer, source.path)) != source.path:
+                warn_once(source.path, FORKED.format(other))
         for place, row in compactions:
             try:
                 with errors_at(place):
@@ -165,7 +173,8 @@ def _message(place: str, row: Record, source: Source) -> _Message:
     result.stop_reason = message.get("stop_reason")
     result.prompt_tokens = count_tokens(message.get("usage"), *PROMPT_COUNTS)
     if message.get("id") is not None:
-        result.answer = as_text(message["id"]), as_text(row.get("requestId"))
+        request = row.get("requestId")
+        result.answer = as_text(message["id"]), None if request is None else as_text(request)
     return result
 
 
