@@ -173,6 +173,17 @@ def test_what_is_done_is_said(tmp_path, caplog, row, line):
             chat({"prompt_token_ids": [5], "usage": {"completion_tokens": 1}}, token_ids=[8, 9]),
             r"all 1 token",
         ),
+        (
+            {
+                "request": {"prompt": [5]},
+                "response": {
+                    "choices": [{"token_ids": [t]} for t in (8, 9)],
+                    "usage": {"completion_tokens": 3},
+                },
+            },
+            r"choices\[0\]: expected all 2 token ids",
+        ),
+        (generated() | {"response": []}, "response.choices: expected a list of answers; remove a"),
         (generated({"echo": True}), "request.echo: expected false, got true"),
         (
             {

@@ -22,6 +22,7 @@ from tests.support.sessions import (
     codex_line,
     codex_message,
     openhands_action,
+    openhands_calls,
     openhands_event,
     pi_answer,
     pi_event,
@@ -592,6 +593,15 @@ def test_the_order_of_lines_does_not_matter(tmp_path):
     assert sorted(shuffled) == sorted(expected)
 
 
+def test_responses_of_openhands_without_an_id_are_told_apart(tmp_path):
+    rows = [openhands_action(0, "message", "user", content="look")]
+    for number in (1, 3):
+        response = openhands_calls(None, f"t{number}")
+        rows += [openhands_action(number + n, "run") | response for n in (0, 1)]  # one answer, two actions
+    trajectories, _ = read(write_document(tmp_path / "f.json", {"history": rows}))
+    assert trajectories == [(None, ["user: look", "assistant: go !t1", "assistant: go !t3"])]
+
+
 CYCLE = [claude_user("a", "b", "x"), claude_answer("b", "a", "m", text("y"))]
 BROKEN = {
     "f.jsonl:2: broken JSON at character 5: ": [CLAUDE[1], '{"a"', CLAUDE[8]],
@@ -606,6 +616,15 @@ BROKEN = {
         CLAUDE[8],
     ],
     "f.jsonl: parentUuid: expected a tree of events, got a cycle": CYCLE,
+    "f.jsonl:3: compactMetadata: expected the messages that the compaction kept": [
+        CLAUDE[1],
+        CLAUDE[8],
+        claude_event(
+            *("b", None, "system"),
+            subtype="compact_boundary",
+            compactMetadata={"preservedSegment": {"tailUuid": ["x"], "anchorUuid": "u1"}},
+        ),
+    ],
     "f.jsonl: expected an answer of a model in the session; remove the file": [CLAUDE[1]],
     "f.jsonl:2: payload: expected an object, got 3": [CODEX[2], {"type": "event_msg", "payload": 3}],
 }

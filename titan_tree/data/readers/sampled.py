@@ -55,8 +55,7 @@ def recorded(path: str, request: Record, response: Record, choice: Record, where
         if (others or ids) != ids or len(values or ids) != len(ids):
             got = shorten(values if (others or ids) == ids else others)
             raise UserError(f"{where}: expected {len(ids)} token ids and as many log-probs, got {got}, too")
-    usage = response.get("usage") if len(response.get("choices") or ()) == 1 else None
-    count = info.get("completion_tokens", usage.get("completion_tokens") if isinstance(usage, dict) else None)
+    count = info.get("completion_tokens", _counted(response, choice))
     if count not in (None, len(ids)) or info.get("finish_reason", "") is None:
         raise UserError(
             f"{where}: expected all {shorten(count)} token ids of an answer that ended, got {len(ids)}; of a "
@@ -88,6 +87,17 @@ def recorded(path: str, request: Record, response: Record, choice: Record, where
     finish = info.get("finish_reason", mark_of(choice, where))
     row["finish_reason"] = finish.get("type") if isinstance(finish, dict) else finish
     return {name: value for name, value in TokenRowReader().convert(row).items() if value is not None}
+
+
+def _counted(response: Record, choice: Record) -> object:
+    """Returns how many tokens of a choice the usage of a response counts, or None if that is not known."""
+    usage, choices = response.get("usage"), response.get("choices") or []
+    count = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    others = [other.get("token_ids") for other in choices if isinstance(other, dict) and other is not choice]
+    lists = [ids for ids in others if isinstance(ids, list)]
+    if len(lists) < len(others):
+        return None
+    return count - sum(map(len, lists)) if type(count) is int else count
 
 
 def _answers(choice: Record, info: Record, where: str) -> Iterator[tuple[Any, Any]]:
@@ -157,7 +167,7 @@ class EngineCallReader(RowReader):
         request = expect(row.get("request"), dict, "request", "an object with a prompt")
         response = row.get("response")
         choices = response.get("choices", [response]) if isinstance(response, dict) else response
-        choices = expect(choices, list, "response.choices", "a list")
+        choices = expect(choices or None, list, "response.choices", "a list of answers; remove a failed call")
         records = []
         for index, choice in enumerate(choices):
             where = f"response.choices[{index}]"

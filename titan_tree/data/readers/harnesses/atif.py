@@ -57,7 +57,7 @@ class AtifReader(RowReader):
             self.warn(REFERRED)
         metrics = [expect(step.get("metrics") or {}, dict, "metrics", "an object") for step in answers]
         for m, field in product(metrics, TOKEN_LISTS):
-            expect(m.get(field) or [], list, f"metrics.{field}", "a list")
+            expect([] if m.get(field) is None else m[field], list, f"metrics.{field}", "a list")
         if all(m.get("prompt_token_ids") and m.get("completion_token_ids") for m in metrics):
             return [
                 model_call(m["prompt_token_ids"], m["completion_token_ids"], m.get("logprobs"), None)

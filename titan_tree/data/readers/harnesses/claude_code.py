@@ -238,9 +238,9 @@ def _keep_messages(
     if not listed and not segment:
         return
     boundary, anchor = str(row.get("uuid")), (segment or listed).get("anchorUuid")
-    lines = listed.get("uuids") or [segment.get("tailUuid")]
-    while "uuids" not in listed and lines[0] in parents and lines[0] != segment.get("headUuid"):
-        lines = [parents[lines[0]], *lines]
+    lines = expect(listed.get("uuids") or [segment.get("tailUuid")], list, "uuids", "a list of events")
+    while "uuids" not in listed and str(lines[0]) in parents and lines[0] != segment.get("headUuid"):
+        lines = [parents[str(lines[0])], *lines]
         if len(lines) > len(parents):
             break
     if not all(isinstance(uuid, str) and uuid in parents for uuid in (boundary, anchor, *lines)):

@@ -85,7 +85,7 @@ class _History:
         self._ids: dict[Event, object] = {}  # of the events of the current context
         self._last: Event | None = None
         self._delegating: list[tuple[dict[Event, object], Event | None]] = []  # contexts of waiting agents
-        self._responses = set[object]()  # of the model, which have been added
+        self._responses = set[str]()  # of the model, which have been added
         self._answers: dict[str, Message] = {}  # of version 1, by the ids of responses
         self._calls = set[str]()  # ids of calls that stand for actions without a response
 
@@ -188,9 +188,10 @@ class _History:
         """Returns the message of an action: None if it has none, and {} if it was added already."""
         if (response := _metadata(event).get("model_response")) is not None:
             response = expect(response, dict, "model_response", "an object with choices")
-            if response.get("id") in self._responses:
+            identifier = as_text(response if response.get("id") is None else response["id"])
+            if identifier in self._responses:
                 return {}
-            self._responses.add(response.get("id"))
+            self._responses.add(identifier)
             return _answer(response)
         if name == "message":
             role = "user" if event.get("source") == "user" else "assistant"
