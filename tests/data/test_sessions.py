@@ -330,6 +330,30 @@ def test_messages_that_a_compaction_kept_follow_its_summary(
     assert len(reader.paths(group)) == 5  # each answer once
 
 
+def test_the_last_of_two_compactions_that_kept_a_message_applies(tmp_path):
+    """The segment of the second one reaches over the first one."""
+    rows = [ASKED, claude_answer("a1", "u1", "m1", text("a1"))]
+    for number, last in ((1, "a1"), (2, "a2")):
+        boundary, summary = f"b{number}", f"s{number}"
+        segment = {"headUuid": "u1", "tailUuid": last, "anchorUuid": summary}
+        metadata = {"preservedSegment": segment}
+        rows += [
+            claude_event(boundary, None, "system", subtype="compact_boundary", compactMetadata=metadata),
+            claude_user(summary, boundary, f"Sum {number}.", isCompactSummary=True),
+            claude_user(f"u{number + 1}", summary, f"q{number + 1}"),
+            claude_answer(f"a{number + 1}", f"u{number + 1}", f"m{number + 1}", text(f"a{number + 1}")),
+        ]
+    rows += [claude_user("u4", "a1", "q4"), claude_answer("a4", "u4", "m4", text("a4"))]  # a rewind
+    trajectories, _ = read(write_lines(tmp_path / "f.jsonl", rows))
+    kept = ["user: q1", "*assistant: a1"]
+    assert sorted(turns for _, turns in trajectories) == [
+        ["user: Sum 1.", *kept, "user: q2", "assistant: a2"],
+        ["user: Sum 2.", *kept, "user: q2", "*assistant: a2", "user: q3", "assistant: a3"],
+        ["user: Sum 2.", *kept, "user: q4", "assistant: a4"],
+        ["user: q1", "assistant: a1"],
+    ]
+
+
 def test_a_compaction_without_its_messages_is_refused(tmp_path):
     segment = {"preservedSegment": {"headUuid": "gone", "tailUuid": "k6"}}
     summary = claude_user("s", "b", "Sum.", isCompactSummary=True)

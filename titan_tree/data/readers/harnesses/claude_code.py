@@ -239,8 +239,15 @@ def _keep_messages(
         return
     boundary, anchor = str(row.get("uuid")), (segment or listed).get("anchorUuid")
     lines = expect(listed.get("uuids") or [segment.get("tailUuid")], list, "uuids", "a list of events")
-    while "uuids" not in listed and str(lines[0]) in parents and lines[0] != segment.get("headUuid"):
-        lines = [parents[str(lines[0])], *lines]
+    line = lines[0]
+    while "uuids" not in listed and isinstance(line, str) and line in parents:
+        if lines[0] == segment.get("headUuid"):
+            break
+        line = parents[line]
+        lines = [
+            line and line.rpartition("/")[2],
+            *lines,
+        ]  # of a copy that an earlier compaction made, its line
         if len(lines) > len(parents):
             break
     if not all(isinstance(uuid, str) and uuid in parents for uuid in (boundary, anchor, *lines)):
@@ -259,8 +266,9 @@ def _keep_messages(
     names = list(parents)
     for uuid in names[names.index(boundary) + 1 :]:
         is_copy = "/" in uuid  # of this compaction or of an earlier one
-        if uuid not in copies and parents[uuid] in copies and not is_copy:
-            parents[uuid] = copies[parents[uuid]]
+        parent = (parents[uuid] or "").rpartition("/")[2]
+        if uuid not in copies and parent in copies and not is_copy:
+            parents[uuid] = copies[parent]
             if uuid in messages:
                 messages[uuid].is_root = False
 
