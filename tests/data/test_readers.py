@@ -238,6 +238,10 @@ def test_a_list_of_messages_is_one_conversation(tmp_path):
         assert read([str(tmp_path / name)]) == [(f"{tmp_path}/{name}", {"messages": MESSAGES})]
     lines = write(tmp_path / "lines", MESSAGES, MESSAGES)
     assert read([lines]) == [(f"{lines}:{n}", {"messages": MESSAGES}) for n in (1, 2)]
+    for number, indent in enumerate((None, 1)):
+        both = tmp_path / f"both{number}"
+        both.write_text(json.dumps([MESSAGES, MESSAGES], indent=indent))
+        assert read([str(both)]) == [(f"{both}:[{n}]", {"messages": MESSAGES}) for n in (0, 1)]
     with pytest.raises(UserError, match=r"expected one JSON object per line, got list"):
         read([write(tmp_path / "other", {"messages": MESSAGES}, [1])])
 

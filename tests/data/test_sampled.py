@@ -26,6 +26,12 @@ def read(tmp_path, *rows):
     return [record for _, record in read_records(write_lines(tmp_path / "f.jsonl", list(rows)))]
 
 
+def generated(request=None, **info):
+    """Returns a call of generate of SGLang."""
+    response = {"output_ids": [8, 9], "meta_info": {"finish_reason": {"type": "stop"}} | info}
+    return {"request": {"input_ids": [5, 6]} | (request or {}), "response": response}
+
+
 def chat(response=None, **choice):
     return {"request": ASKED, "response": {"choices": [SAID | choice]} | (response or {})}
 
@@ -34,6 +40,12 @@ def chat(response=None, **choice):
     "row",
     [
         chat({"prompt_token_ids": [5, 6]}, token_ids=[8, 9], logprobs=CONTENT),
+        chat(
+            {"prompt_token_ids": [5, 6], "usage": {"completion_tokens": 2}},
+            token_ids=[8, 9],
+            logprobs=CONTENT,
+        )
+        | {"request": ASKED | {"return_token_ids": True, "logprobs": True}},
         chat({"prompt_token_ids": [5, 6]}, logprobs=CONTENT),  # return_tokens_as_token_ids
         chat(prompt_token_ids=[5, 6], meta_info={"output_token_logprobs": PAIRS}),
         {"choices": [SAID | {"token_ids": [8, 9], "logprobs": CONTENT}], "prompt_token_ids": [5, 6]} | ASKED,
@@ -142,6 +154,48 @@ def test_what_is_done_is_said(tmp_path, caplog, row, line):
             "expected token ids of the pro",
         ),
         (chat({"prompt_token_ids": [5]}, logprobs="x"), r"choices\[0\].logprobs: expected an object"),
+        (
+            chat({"prompt_token_ids": [5]}, token_ids="ab"),
+            r"choices\[0\].token_ids: expected a list, got 'ab'",
+        ),
+        (chat({"prompt_token_ids": [5]}, logprobs={"content": [None]}), "logprobs.content: expected objects"),
+        (generated(output_token_logprobs=[[-0.5]]), "output_token_logprobs: expected pairs of a log-prob"),
+        (generated(output_token_logprobs=7), "output_token_logprobs: expected a list, got 7"),
+        (generated({"sampling_params": [{}]}), r"sampling_params: expected an object, of one call per row"),
+        # a part of a stream, ids that the server lost, and an answer that repeats its prompt
+        (generated(completion_tokens=4), r"expected all 4 token ids of an answer that ended, got 2"),
+        (generated(finish_reason=None), r"got 2; of a stream, log the ids of all chunks"),
+        (
+            chat({"prompt_token_ids": [5], "usage": {"completion_tokens": 3}}, token_ids=[8]),
+            r"choices\[0\]: expected all 3 token ids",
+        ),
+        (
+            chat({"prompt_token_ids": [5], "usage": {"completion_tokens": 1}}, token_ids=[8, 9]),
+            r"all 1 token",
+        ),
+        (
+            {
+                "request": {"prompt": [5]},
+                "response": {
+                    "choices": [{"token_ids": [t]} for t in (8, 9)],
+                    "usage": {"completion_tokens": 3},
+                },
+            },
+            r"choices\[0\]: expected all 2 token ids",
+        ),
+        (generated() | {"response": []}, "response.choices: expected a list of answers; remove a"),
+        (generated({"echo": True}), "request.echo: expected false, got true"),
+        (
+            {
+                "request": {"prompt": [[5], [6]]},
+                "response": {"choices": [{"prompt_token_ids": [t], "token_ids": [8]} for t in (5, 6)]},
+            },
+            "response: expected answers to one prompt, got several",
+        ),
+        (
+            chat({"prompt_token_ids": [5, 6]}, token_ids=[8, 9], routed_experts=[[[0]], [[1]]]),
+            r"choices\[0\].routed_experts: expected 3 entries",
+        ),
     ],
 )
 def test_ids_that_do_not_fit_are_refused(tmp_path, row, message):
@@ -211,6 +265,11 @@ def test_token_ids_of_harbor_are_trained(tmp_path):
         (
             {"source": "system", "message": "x", "extra": {"context_management": {"type": "compaction"}}},
             r"steps\[0\].extra.context_management: the step changes what later answers read",
+        ),
+        ({"source": "user", "message": "x", "extra": [1]}, r"steps\[0\].extra: expected an object"),
+        (
+            {"source": "agent", "message": "x", "metrics": {"logprobs": 3}},
+            r"metrics.logprobs: expected a list",
         ),
     ],
 )

@@ -22,7 +22,10 @@ from tests.support.sessions import (
     codex_line,
     codex_message,
     openhands_action,
+    openhands_calls,
+    openhands_event,
     pi_answer,
+    pi_event,
     text,
     tool_result,
     tool_use,
@@ -103,6 +106,82 @@ def test_a_result_that_is_given_twice_is_a_fork(tmp_path):
     assert len(trajectories) == 5
 
 
+def gateway_answer(uuid, parent, block, prompt=0, **fields):
+    """Returns an answer behind a gateway that gives one id to all of them."""
+    row = claude_answer(uuid, parent, "same", block)
+    row["message"]["usage"] = {"input_tokens": prompt}
+    return row | fields
+
+
+ASKED, ANSWERED = claude_user("u1", None, "q1"), ["user: q1", "assistant: a1", "user: q2", "assistant: a2"]
+RESULT = claude_user("r1", "a1", [tool_result("t1", "one")])
+CALLED = ["user: q1", "assistant:  !t1", "tool: one", "assistant: a2"]
+
+
+@for_each(
+    ("rows", "expected"),
+    [
+        (
+            [
+                gateway_answer("a1", "u1", text("a1")),
+                claude_user("u2", "a1", "q2"),
+                gateway_answer("a2", "u2", text("a2")),
+            ],
+            ANSWERED,
+        ),
+        (
+            [gateway_answer("a1", "u1", tool_use("t1")), RESULT, gateway_answer("a2", "r1", text("a2"))],
+            CALLED,
+        ),
+        (
+            [
+                gateway_answer("a1", "u1", tool_use("t1"), 5, requestId="x"),
+                RESULT,
+                gateway_answer("a2", "r1", text("a2"), 5, requestId="y"),
+            ],
+            CALLED,
+        ),
+        (  # results between the lines of one answer
+            [
+                gateway_answer("a1", "u1", tool_use("t1"), 5),
+                RESULT,
+                gateway_answer("a2", "r1", tool_use("t2"), 5),
+                claude_user("r2", "a2", [tool_result("t2", "two")]),
+                gateway_answer("a3", "r2", text("a2"), 9),
+            ],
+            ["user: q1", "assistant:  !t1 !t2", "tool: one", "tool: two", "assistant: a2"],
+        ),
+        (  # lines that were written again
+            [
+                gateway_answer("a0", "u1", tool_use("t1"), 5),
+                gateway_answer("a1", "a0", tool_use("t1"), 5),
+                gateway_answer("b1", "u1", tool_use("t1"), 5),
+                RESULT,
+                gateway_answer("a2", "r1", text("a2"), 9),
+            ],
+            CALLED,
+        ),
+    ],
+)
+def test_lines_of_an_answer_follow_each_other(tmp_path, rows, expected):
+    trajectories, _ = read(write_lines(tmp_path / "f.jsonl", [ASKED, *rows]))
+    assert [turns for _, turns in trajectories] == [expected]
+
+
+@for_each(
+    "rows",
+    [
+        [ASKED, gateway_answer("a1", "u1", text("a1")), claude_user("u2", "gone", "q2")],
+        [*PI, pi_event("10", "gone", {"role": "user", "content": "q2"})],
+    ],
+)
+def test_a_missing_parent_is_said(tmp_path, caplog, rows):
+    caplog.clear()
+    _, skipped = read(write_lines(tmp_path / "f.jsonl", rows))
+    assert skipped["missing parent"] == 1
+    assert "some events name a parent that the file lacks" in caplog.text
+
+
 def test_a_codex_session(tmp_path, caplog):
     trajectories, skipped = read(write_lines(tmp_path / "f.jsonl", CODEX))
     assert trajectories == [
@@ -127,12 +206,18 @@ def test_a_codex_session(tmp_path, caplog):
     assert "some reasoning items have no text" in caplog.text
 
 
+def compacted(summary):
+    """Returns how Pi shows the summary of a compaction."""
+    before = "The conversation history before this point was compacted into the following summary:"
+    return f"user: {before}\n\n<summary>\n{summary}\n</summary>"
+
+
 def test_a_pi_session(tmp_path):
     trajectories, skipped = read(write_lines(tmp_path / "f.jsonl", PI))
     assert trajectories == [
         (310, ["user: look", "assistant:  !t", "tool: one", "assistant: done"]),
         (310, ["user: look", "*assistant:  !t", "tool: one", "assistant: nothing"]),
-        (None, ["user: Looked.", "*assistant: nothing", "user: more", "assistant: ok"]),
+        (None, [compacted("Looked."), "*assistant: nothing", "user: more", "assistant: ok"]),
     ]
     assert skipped == {"session": 1, "model_change": 1}
 
@@ -245,6 +330,30 @@ def test_messages_that_a_compaction_kept_follow_its_summary(
     assert len(reader.paths(group)) == 5  # each answer once
 
 
+def test_the_last_of_two_compactions_that_kept_a_message_applies(tmp_path):
+    """The segment of the second one reaches over the first one."""
+    rows = [ASKED, claude_answer("a1", "u1", "m1", text("a1"))]
+    for number, last in ((1, "a1"), (2, "a2")):
+        boundary, summary = f"b{number}", f"s{number}"
+        segment = {"headUuid": "u1", "tailUuid": last, "anchorUuid": summary}
+        metadata = {"preservedSegment": segment}
+        rows += [
+            claude_event(boundary, None, "system", subtype="compact_boundary", compactMetadata=metadata),
+            claude_user(summary, boundary, f"Sum {number}.", isCompactSummary=True),
+            claude_user(f"u{number + 1}", summary, f"q{number + 1}"),
+            claude_answer(f"a{number + 1}", f"u{number + 1}", f"m{number + 1}", text(f"a{number + 1}")),
+        ]
+    rows += [claude_user("u4", "a1", "q4"), claude_answer("a4", "u4", "m4", text("a4"))]  # a rewind
+    trajectories, _ = read(write_lines(tmp_path / "f.jsonl", rows))
+    kept = ["user: q1", "*assistant: a1"]
+    assert sorted(turns for _, turns in trajectories) == [
+        ["user: Sum 1.", *kept, "user: q2", "assistant: a2"],
+        ["user: Sum 2.", *kept, "user: q2", "*assistant: a2", "user: q3", "assistant: a3"],
+        ["user: Sum 2.", *kept, "user: q4", "assistant: a4"],
+        ["user: q1", "assistant: a1"],
+    ]
+
+
 def test_a_compaction_without_its_messages_is_refused(tmp_path):
     segment = {"preservedSegment": {"headUuid": "gone", "tailUuid": "k6"}}
     summary = claude_user("s", "b", "Sum.", isCompactSummary=True)
@@ -309,12 +418,85 @@ def test_turns_that_codex_rolled_back_are_a_branch(tmp_path, number, kept):
     assert trajectories == [first, (None, after)]
 
 
-def test_a_rollback_behind_a_compaction_is_refused(tmp_path):
-    rows = [*codex_turn(1), codex_line("compacted", message="Sum."), *codex_turn(2), rolled_back(2)]
+@for_each("replacement", [None, []])
+def test_a_rollback_behind_a_compaction_is_refused(tmp_path, replacement):
+    compaction = codex_line("compacted", message="Sum.", replacement_history=replacement)
+    rows = [*codex_turn(1), compaction, *codex_turn(2), rolled_back(2)]
     with pytest.raises(
         UserError, match=r"f.jsonl:6: payload.num_turns: the rollback takes back a compaction"
     ):
         read(write_lines(tmp_path / "f.jsonl", [*rows, *codex_turn(3)]))
+
+
+def pi_question(name, parent, content):
+    return pi_event(name, parent, {"role": "user", "content": content})
+
+
+def pi_compaction(name, parent, summary, first):
+    row = {"type": "compaction", "id": name, "parentId": parent}
+    return row | {"summary": summary, "firstKeptEntryId": first}
+
+
+PI_COMMAND = {"role": "bashExecution", "command": "ls", "output": "a", "truncated": True, "exitCode": 2}
+BRANCH = (
+    "The following is a summary of a branch that this conversation came back from:\n\n<summary>\nS</summary>"
+)
+
+
+@for_each(
+    ("rows", "expected"),
+    [
+        (  # failed answers are in no later context
+            [
+                pi_event("2", "1", pi_answer(text("half"), stop="aborted")),
+                pi_event("3", "2", pi_answer(stop="error")),
+                pi_question("4", "3", "again"),
+                pi_event("5", "4", pi_answer(text("a2"))),
+                pi_compaction("6", "5", "S", "2"),
+                pi_event("7", "6", pi_answer(text("a3"))),
+            ],
+            [
+                ["user: q1", "assistant: half"],
+                ["user: q1", "user: again", "assistant: a2"],
+                [compacted("S"), "user: again", "*assistant: a2", "assistant: a3"],
+            ],
+        ),
+        (  # the second compaction keeps messages from before the first one
+            [
+                pi_event("2", "1", pi_answer(text("a1"))),
+                pi_compaction("3", "2", "S", "2"),
+                pi_event("4", "3", pi_answer(text("a2"))),
+                pi_compaction("5", "4", "T", "2"),
+                pi_event("6", "5", pi_answer(text("a3"))),
+            ],
+            [
+                ["user: q1", "assistant: a1"],
+                [compacted("S"), "*assistant: a1", "assistant: a2"],
+                [compacted("T"), "*assistant: a1", "*assistant: a2", "assistant: a3"],
+            ],
+        ),
+        (
+            [
+                {"type": "branch_summary", "id": "2", "parentId": "1", "summary": "S"},
+                {"type": "branch_summary", "id": "3", "parentId": "2", "summary": ""},
+                pi_event("4", "3", PI_COMMAND | {"fullOutputPath": "/b"}),
+                pi_event("5", "4", pi_answer(text("a1"))),
+            ],
+            [
+                [
+                    *("user: q1", f"user: {BRANCH}"),
+                    "user: Ran `ls`\n```\na\n```\n\nCommand exited with code 2\n\n"
+                    "[Output truncated. Full output: /b]",
+                    "assistant: a1",
+                ]
+            ],
+        ),
+    ],
+)
+def test_what_pi_shows_the_model(tmp_path, rows, expected):
+    header = {"type": "session", "id": "p"}
+    trajectories, _ = read(write_lines(tmp_path / "f.jsonl", [header, pi_question("1", None, "q1"), *rows]))
+    assert [turns for _, turns in trajectories] == expected
 
 
 def pi_old(message):
@@ -339,12 +521,36 @@ def test_the_first_version_of_pi_has_no_ids(tmp_path):
     assert read(file) == (
         [
             (310, ["user: look", "assistant: one", command, "assistant: two"]),
-            (None, ["user: Sum.", "*assistant: two", "user: more", "assistant: three"]),
+            (None, [compacted("Sum."), "*assistant: two", "user: more", "assistant: three"]),
         ],
         {"session": 1, "message without an answer": 1},  # the last compaction
     )
     reader = sample_reader(file, TreeTokenizer.byte_level())
     assert [len(reader.paths(group)) for group in reader.files.groups()] == [3]
+
+
+def openhands_said(name, source, content, **fields):
+    said = {"role": "assistant" if source == "agent" else "user", "content": [text(content)]}
+    return openhands_event(name, "MessageEvent", source, llm_message=said | fields)
+
+
+def test_the_last_summary_of_openhands_replaces_others(tmp_path):
+    rows = [openhands_said("e0", "user", "look")]
+    for number in (1, 2):
+        rows.append(openhands_said(f"e{number}", "agent", f"a{number}", reasoning_content=f"r{number}"))
+        forgotten = {"forgotten_event_ids": [f"e{number}"], "summary": f"S{number}", "summary_offset": 1}
+        rows.append(openhands_event(f"c{number}", "Condensation", "environment", **forgotten))
+    rows.append(openhands_event("c3", "Condensation", "environment", forgotten_event_ids=["c1-summary"]))
+    rows.append(openhands_said("e3", "agent", "done"))
+    file = write_document(tmp_path / "f.json", {"history": rows})
+    trajectories, _ = read(file)
+    assert [turns for _, turns in trajectories] == [
+        ["user: look", "assistant: a1"],
+        ["user: look", "user: S1", "assistant: a2"],
+        ["user: look", "user: S2", "assistant: done"],
+    ]
+    ((_, record),) = read_records(str(file))
+    assert record["trajectories"][1]["messages"][-1]["reasoning_content"] == "r2"
 
 
 def test_a_delegate_of_openhands_has_a_context_of_its_own(tmp_path):
@@ -395,11 +601,29 @@ def test_a_copied_session_is_named(tmp_path, caplog, rows):
     assert "this session continues a copy of other" in caplog.text
 
 
+def test_answers_of_two_files_are_named(tmp_path, caplog):
+    rows = [ASKED, gateway_answer("a1", "u1", text("a1"), requestId="of two files")]
+    read(write_lines(tmp_path / "f.jsonl", rows))
+    read(write_lines(tmp_path / "f.jsonl", rows))
+    assert "continues a copy" not in caplog.text
+    read(write_lines(tmp_path / "g.jsonl", rows))
+    assert f"g.jsonl: this session continues a copy of {tmp_path / 'f.jsonl'}" in caplog.text
+
+
 def test_the_order_of_lines_does_not_matter(tmp_path):
     lines = [line for line in CLAUDE if "uuid" in line]
     expected, _ = read(write_lines(tmp_path / "f.jsonl", lines))
     shuffled, _ = read(write_lines(tmp_path / "g.jsonl", [lines[-1], *lines[:-1]]))
     assert sorted(shuffled) == sorted(expected)
+
+
+def test_responses_of_openhands_without_an_id_are_told_apart(tmp_path):
+    rows = [openhands_action(0, "message", "user", content="look")]
+    for number in (1, 3):
+        response = openhands_calls(None, f"t{number}")
+        rows += [openhands_action(number + n, "run") | response for n in (0, 1)]  # one answer, two actions
+    trajectories, _ = read(write_document(tmp_path / "f.json", {"history": rows}))
+    assert trajectories == [(None, ["user: look", "assistant: go !t1", "assistant: go !t3"])]
 
 
 CYCLE = [claude_user("a", "b", "x"), claude_answer("b", "a", "m", text("y"))]
@@ -416,6 +640,15 @@ BROKEN = {
         CLAUDE[8],
     ],
     "f.jsonl: parentUuid: expected a tree of events, got a cycle": CYCLE,
+    "f.jsonl:3: compactMetadata: expected the messages that the compaction kept": [
+        CLAUDE[1],
+        CLAUDE[8],
+        claude_event(
+            *("b", None, "system"),
+            subtype="compact_boundary",
+            compactMetadata={"preservedSegment": {"tailUuid": ["x"], "anchorUuid": "u1"}},
+        ),
+    ],
     "f.jsonl: expected an answer of a model in the session; remove the file": [CLAUDE[1]],
     "f.jsonl:2: payload: expected an object, got 3": [CODEX[2], {"type": "event_msg", "payload": 3}],
 }

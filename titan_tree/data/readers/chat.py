@@ -17,7 +17,10 @@ REQUEST_FIELDS = (
     "stop", "stop_sequences", "stream", "stream_options", "top_p", "top_k", "frequency_penalty",
     "presence_penalty", "top_logprobs", "tool_choice", "parallel_tool_calls", "response_format", "user",
     "metadata", "store", "service_tier", "include", "truncation", "background", "prompt_cache_key",
-    "safety_identifier", "anthropic_version", "betas",
+    "safety_identifier", "anthropic_version", "betas", "min_p", "repetition_penalty", "min_tokens",
+    "stop_token_ids", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",
+    "include_stop_str_in_output", "return_token_ids", "return_tokens_as_token_ids", "return_routed_experts",
+    "prompt_logprobs", "cache_salt", "priority",
 )  # fmt: skip
 EARLIER_TURNS = (
     "the assistant turns in prompts are context, and only the answers are trained; to train turns whose own "

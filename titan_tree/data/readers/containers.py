@@ -84,7 +84,7 @@ class Source:
             yield self.path, document
         else:
             assert isinstance(document, list)  # the head begins with "[" or "{"
-            for index, row in enumerate(document):
+            for index, row in enumerate(map(_as_row, document)):
                 place = f"{self.path}:[{index}]"
                 if not isinstance(row, dict):
                     raise UserError(f"{place}: expected a JSON object, got {type(row).__name__}")
@@ -103,7 +103,7 @@ class Source:
         text = self.head.decode(errors="replace").lstrip()
         if _is_document(self.head):
             document = _as_row(parse_beginning(text))
-            values = document if isinstance(document, list) else [document]
+            values = list(map(_as_row, document)) if isinstance(document, list) else [document]
         else:
             values = [
                 _as_row(parse_beginning(line)) for line in text.split("\n")[:FIRST_ROWS] if line.strip()
@@ -295,7 +295,7 @@ def _is_document(head: bytes) -> bool:
     first_line, newline, rest = text.partition(b"\n")
     if text.startswith(b"["):
         is_line = first_line.rstrip().endswith(b"}]") and rest.strip()
-        return text[1:].lstrip()[:1] in (b"{", b"]") and not is_line
+        return text[1:].lstrip()[:1] in (b"{", b"[", b"]") and not is_line
     return text.startswith(b"{") and bool(newline and rest.strip()) and first_line.rstrip()[-1:] in b"{[,:"
 
 

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 from titan_tree.errors import UserError
 
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+SKIPPABLE = b"\x2a\x4d\x18"  # behind 0x50 to 0x5F: a frame of Zstandard without data, with which pzstd begins
 CHUNK_BYTES = 128 * 1024
 ZSTD_BYTES = 4096  # of a Zstandard file at a time, because each byte can become 30,000 bytes
 # A file that expands more than MAX_RATIO times is refused once it has become FREE_BYTES. Real data can reach
@@ -28,6 +29,8 @@ DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, ZstdError)  # what reading a d
 
 def compression(first_bytes: bytes) -> str | None:
     """Returns "gzip" or "zstd" by the first bytes of a file, or None for any other file."""
+    if first_bytes[1:] == SKIPPABLE and first_bytes[0] >> 4 == 5:
+        return "zstd"
     return next((name for magic, name in MAGIC.items() if first_bytes.startswith(magic)), None)
 
 

@@ -25,7 +25,7 @@ from titan_tree.data.readers.sampled import recorded, with_answers
 from titan_tree.data.readers.text_rows import is_trl_log, log_fields
 from titan_tree.errors import UserError, shorten
 
-ANSWERED = ("choices", "prompt_token_ids", "prompt_routed_experts")  # of a response that is merged
+ANSWERED = ("choices", "prompt_token_ids", "prompt_routed_experts", "usage")  # of a response that is merged
 ASKED = ("messages", "tools", "functions", "temperature", "continue_final_message", *REQUEST_FIELDS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from titan_tree.data.readers.row_reader import RowReader, expect, warn_once
 from titan_tree.data.readers.token_rows import TokenRowReader
 from titan_tree.errors import UserError, shorten
 
-TOKEN_ID = "token_id:"  # how vLLM writes an id in place of a token's text
+TOKEN_ID = re.compile(r"token_id:([0-9]{1,18})")  # how vLLM writes an id in place of a token's text
 AS_RECORDED = (
     "the token ids that responses hold are trained as recorded, not the text; they must be those of this "
     "run's tokenizer: to train the text, remove token_ids from the file"
@@ -46,13 +47,23 @@ def recorded(path: str, request: Record, response: Record, choice: Record, where
         if logprobs is not None:
             warn_once(path, NO_IDS)
         return None
+    if request.get("echo"):
+        raise UserError(
+            "request.echo: expected false, got true: the answer repeats the prompt; log without it"
+        )
     for others, values in found:
-        if others not in (None, ids) or len(values or ids) != len(ids):
-            got = shorten(values if others in (None, ids) else others)
+        if (others or ids) != ids or len(values or ids) != len(ids):
+            got = shorten(values if (others or ids) == ids else others)
             raise UserError(f"{where}: expected {len(ids)} token ids and as many log-probs, got {got}, too")
+    count = info.get("completion_tokens", _counted(response, choice))
+    if count not in (None, len(ids)) or info.get("finish_reason", "") is None:
+        raise UserError(
+            f"{where}: expected all {shorten(count)} token ids of an answer that ended, got {len(ids)}; of a "
+            "stream, log the ids of all chunks, with the last finish_reason"
+        )
     prompts = [part.get("prompt_token_ids") for part in (choice, response)]
     prompts += [request.get(name) for name in ("input_ids", "prompt", "token_ids")]
-    prompt = next((ids for ids in (*prompts, _read(info)) if _are_ids(ids)), None)
+    prompt = next((ids for ids in (*prompts, _read(info, where)) if _are_ids(ids)), None)
     if prompt is None:
         warn_once(path, NO_PROMPT)
         return None
@@ -60,37 +71,72 @@ def recorded(path: str, request: Record, response: Record, choice: Record, where
     row: Record = {"prompt_ids": prompt, "completion_ids": ids, "response_logprobs": logprobs}
     row["sampling_mask"] = choice.get("sampling_mask") or info.get("output_token_sampling_mask")
     if isinstance(experts := choice.get("routed_experts"), list):
-        experts = [*(response.get("prompt_routed_experts") or []), *experts]
+        experts = _list(response, "prompt_routed_experts", "response") + experts
+        size = len(prompt) + len(ids)
+        if len(experts) not in (size - 1, size):  # engines do not read the last token
+            raise UserError(
+                f"{where}.routed_experts: expected {size - 1} entries, for the prompt and the answer without "
+                f"its last token, got {len(experts)}; log prompt_routed_experts, too"
+            )
     row["routed_experts"] = experts
     if info.get("routed_experts") is not None:
         warn_once(path, SHAPELESS)
     settings = request.get("sampling_params") or request
+    settings = expect(settings, dict, "request.sampling_params", "an object, of one call per row")
     row |= without_temperature_0({"temperature": settings.get("temperature")})
     finish = info.get("finish_reason", mark_of(choice, where))
     row["finish_reason"] = finish.get("type") if isinstance(finish, dict) else finish
     return {name: value for name, value in TokenRowReader().convert(row).items() if value is not None}
 
 
+def _counted(response: Record, choice: Record) -> object:
+    """Returns how many tokens of a choice the usage of a response counts, or None if that is not known."""
+    usage, choices = response.get("usage"), response.get("choices") or []
+    count = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    others = [other.get("token_ids") for other in choices if isinstance(other, dict) and other is not choice]
+    lists = [ids for ids in others if isinstance(ids, list)]
+    if len(lists) < len(others):
+        return None
+    return count - sum(map(len, lists)) if type(count) is int else count
+
+
 def _answers(choice: Record, info: Record, where: str) -> Iterator[tuple[Any, Any]]:
     """Yields the ids and the log-probs of the answer that each part of a choice has; None if it has none."""
     for name in ("token_ids", "output_ids"):
-        yield choice.get(name), None
-    if pairs := info.get("output_token_logprobs"):
-        pairs = [expect(pair, list, f"{where}.meta_info.output_token_logprobs", "lists") for pair in pairs]
-        over_mask = info.get("output_token_sampling_logprobs")
+        yield _list(choice, name, where), None
+    if pairs := _pairs(info, "output_token_logprobs", where):
+        over_mask = _list(info, "output_token_sampling_logprobs", f"{where}.meta_info")
         yield [pair[1] for pair in pairs], over_mask or [pair[0] for pair in pairs]
-    logprobs = expect(choice.get("logprobs") or {}, dict, f"{where}.logprobs", "an object")
-    content = logprobs.get("content") or []
-    tokens = [part.get("token") for part in content] or logprobs.get("tokens") or []
-    values = [part.get("logprob") for part in content] or logprobs.get("token_logprobs")
-    are_ids = tokens and all(str(token).startswith(TOKEN_ID) for token in tokens)
-    yield [int(token.removeprefix(TOKEN_ID)) for token in tokens] if are_ids else None, values
+    where = f"{where}.logprobs"
+    logprobs = expect(choice.get("logprobs") or {}, dict, where, "an object")
+    content = [
+        expect(part, dict, f"{where}.content", "objects") for part in _list(logprobs, "content", where)
+    ]
+    tokens = [part.get("token") for part in content] or _list(logprobs, "tokens", where)
+    values = [part.get("logprob") for part in content] or _list(logprobs, "token_logprobs", where)
+    matches = [TOKEN_ID.fullmatch(str(token)) for token in tokens]
+    ids = [int(match[1]) for match in matches if match]
+    yield ids if len(ids) == len(tokens) else None, values
 
 
-def _read(info: Record) -> list[object] | None:
+def _read(info: Record, where: str) -> list[object] | None:
     """Returns the ids of the prompt that the log-probs of the input cover, if they cover all of it."""
-    pairs = info.get("input_token_logprobs") or []
+    pairs = _pairs(info, "input_token_logprobs", where)
     return [pair[1] for pair in pairs] if len(pairs) == info.get("prompt_tokens") else None
+
+
+def _pairs(info: Record, name: str, where: str) -> list[list[object]]:
+    """Returns the log-probs of SGLang, each with its token id."""
+    where = f"{where}.meta_info"
+    pairs = [expect(pair, list, f"{where}.{name}", "lists") for pair in _list(info, name, where)]
+    if any(len(pair) < 2 for pair in pairs):
+        raise UserError(f"{where}.{name}: expected pairs of a log-prob and a token id, got a shorter list")
+    return pairs
+
+
+def _list(part: Record, name: str, where: str) -> list[Any]:
+    """Returns a field with a list; null counts as an empty one."""
+    return expect([] if part.get(name) is None else part[name], list, f"{where}.{name}", "a list")
 
 
 def _are_ids(value: object) -> bool:
@@ -121,7 +167,7 @@ class EngineCallReader(RowReader):
         request = expect(row.get("request"), dict, "request", "an object with a prompt")
         response = row.get("response")
         choices = response.get("choices", [response]) if isinstance(response, dict) else response
-        choices = expect(choices, list, "response.choices", "a list")
+        choices = expect(choices or None, list, "response.choices", "a list of answers; remove a failed call")
         records = []
         for index, choice in enumerate(choices):
             where = f"response.choices[{index}]"
@@ -133,6 +179,8 @@ class EngineCallReader(RowReader):
                     "return_token_ids = true, or give the texts as prompt and completion"
                 )
             records.append(record)
+        if len({tuple(r["tokens"][: r["loss_mask"].index(1)]) for r in records}) > 1:
+            raise UserError("response: expected answers to one prompt, got several; log a row per prompt")
         return with_answers(without(row, ("request", "response")), records)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 from titan_tree.data.readers import Record, Source
@@ -17,6 +18,7 @@ LEFT_OUT = (
     "subagent_trajectories", "continued_trajectory_ref",
 )  # fmt: skip
 ROLES = {"system": "system", "user": "user", "agent": "assistant"}
+TOKEN_LISTS = ("prompt_token_ids", "completion_token_ids", "logprobs")
 REFERRED = "sub-agents or continuations are in other files; give those files, too, to train on them"
 
 
@@ -54,6 +56,8 @@ class AtifReader(RowReader):
         ):
             self.warn(REFERRED)
         metrics = [expect(step.get("metrics") or {}, dict, "metrics", "an object") for step in answers]
+        for m, field in product(metrics, TOKEN_LISTS):
+            expect([] if m.get(field) is None else m[field], list, f"metrics.{field}", "a list")
         if all(m.get("prompt_token_ids") and m.get("completion_token_ids") for m in metrics):
             return [
                 model_call(m["prompt_token_ids"], m["completion_token_ids"], m.get("logprobs"), None)
@@ -65,7 +69,7 @@ class AtifReader(RowReader):
         return [record | ({"tools": agent["tool_definitions"]} if agent.get("tool_definitions") else {})]
 
     def _messages(self, step: Record, where: str) -> list[Message]:
-        if (step.get("extra") or {}).get("context_management"):
+        if expect(step.get("extra") or {}, dict, f"{where}.extra", "an object").get("context_management"):
             raise UserError(
                 f"{where}.extra.context_management: the step changes what later answers read, and how is "
                 "not known; remove the file"

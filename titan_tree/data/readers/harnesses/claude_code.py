@@ -18,6 +18,7 @@ from titan_tree.data.readers.harnesses.sessions import (
     context,
     count_tokens,
     leave_out,
+    orphaned,
     without_media,
 )
 from titan_tree.data.readers.row_reader import expect, warn_once
@@ -41,6 +42,9 @@ NEUTRAL = (
 )  # fmt: skip
 
 
+_files: dict[tuple[str, str | None], str] = {}  # the file in which this process found an answer first
+
+
 @dataclass(eq=False)
 class _Message:
     """A message of the API: one line, the lines of one answer, or the results of an answer's calls.
@@ -55,6 +59,7 @@ class _Message:
     stop_reason: object = None
     is_root: bool = False  # whether nothing before it is in the prompt
     prompt_tokens: int | None = None
+    answer: tuple[str, str | None] | None = None  # the ids of the answer and of its request, if it has one
     repeats: _Message | None = None  # the message that it repeats as context
     removes: Sequence[object] = ()  # ids of lines before it that the prompt has no more
     clears: Sequence[object] = ()  # ids of calls before it whose results the prompt has no more
@@ -70,12 +75,12 @@ class _Message:
 class ClaudeCodeReader(SessionReader):
     """Reads one event per line, with ``uuid``, ``parentUuid``, ``type`` and perhaps a ``message``.
 
-    Lines with one ``message.id`` are one answer. The results of its parallel calls, which the file attaches
-    to different lines of the answer, follow it in one conversation. An ``attachment`` is text of the user.
-    The summary after a compaction is a root, which the messages that the compaction kept follow. A line that
-    removes messages or results from the prompt (a snip, a microcompaction) is a root with the others.
-    Messages that Claude Code wrote in the model's place, such as errors of the API, are left out. The system
-    prompt and the tool schemas are not in the file.
+    Lines with one ``message.id`` that follow each other are one answer. The results of its parallel calls,
+    which the file attaches to different lines of the answer, follow it in one conversation. An ``attachment``
+    is text of the user. The summary after a compaction is a root, which the messages that the compaction kept
+    follow. A line that removes messages or results from the prompt (a snip, a microcompaction) is a root with
+    the others. Messages that Claude Code wrote in the model's place, such as errors of the API, are left out.
+    The system prompt and the tool schemas are not in the file.
     """
 
     def recognizes_row(self, row: Record) -> bool:
@@ -86,7 +91,6 @@ class ClaudeCodeReader(SessionReader):
     def events(self, rows: Iterator[tuple[str, Record]], source: Source) -> list[Event]:
         parents: dict[str, str | None] = {}  # of all lines with an id
         messages: dict[str, _Message] = {}  # by the ids of their lines
-        answers: dict[str, _Message] = {}  # by the ids of the API
         compactions: list[tuple[str, Record]] = []  # each with its place
         for place, row in rows:
             uuid = row.get("uuid")
@@ -108,15 +112,20 @@ class ClaudeCodeReader(SessionReader):
                         elif (change := _change(place, row)) is not None:
                             messages[change.uuid] = change
                         continue
-                    message, identifier = _message(place, row, source)
+                    message = _message(place, row, source)
             except UserError as error:
                 source.skip_broken(error)
                 continue
-            if identifier is not None and (answer := answers.setdefault(identifier, message)) is not message:
-                answer.blocks += message.blocks
-                answer.stop_reason = message.stop_reason or answer.stop_reason
-                message = answer
-            messages[message.uuid if uuid is None else str(uuid)] = message
+            messages[message.uuid] = message
+        for parent in parents.values():
+            if parent is not None and parent not in parents:
+                orphaned(source)
+        _join_lines(messages, parents)
+        for answer in {message.answer for message in messages.values()}:
+            if answer is None or answer[1] is None:  # gateways give no id of the request
+                continue
+            if (other := _files.setdefault(answer, source.path)) != source.path:
+                warn_once(source.path, FORKED.format(other))
         for place, row in compactions:
             try:
                 with errors_at(place):
@@ -138,14 +147,14 @@ def _without_message(row: Record) -> str | None:
     return None if kind in ("user", "assistant", "attachment", COMMAND) else as_text(kind)
 
 
-def _message(place: str, row: Record, source: Source) -> tuple[_Message, str | None]:
-    """Returns the message of a row, and for an answer the id that the API gave it."""
+def _message(place: str, row: Record, source: Source) -> _Message:
+    """Returns the message of a row."""
     uuid = expect(row.get("uuid"), str, "uuid", "the name of the event")
     if row["type"] in ("attachment", "system"):
         attachment = row.get("attachment", row)
         content = attachment.get("content") if isinstance(attachment, dict) else None
         text = content if isinstance(content, str) else as_text(attachment)
-        return _Message(place, uuid, "user", [{"type": "text", "text": text}]), None
+        return _Message(place, uuid, "user", [{"type": "text", "text": text}])
     message = expect(row.get("message"), dict, "message", "an object with role and content")
     blocks: list[Record] = []
     content = without_media(message.get("content"), source)
@@ -160,11 +169,42 @@ def _message(place: str, row: Record, source: Source) -> tuple[_Message, str | N
         first = blocks[0].get("text") if blocks else None
         is_continued = isinstance(first, str) and first.startswith(CONTINUED)
         result.is_root = bool(row.get("isCompactSummary")) or is_continued
-        return result, None
+        return result
     result.stop_reason = message.get("stop_reason")
     result.prompt_tokens = count_tokens(message.get("usage"), *PROMPT_COUNTS)
-    identifier = message.get("id")
-    return result, identifier if isinstance(identifier, str) else None
+    if message.get("id") is not None:
+        request = row.get("requestId")
+        result.answer = as_text(message["id"]), None if request is None else as_text(request)
+    return result
+
+
+def _join_lines(messages: dict[str, _Message], parents: dict[str, str | None]) -> None:
+    """Joins the lines of each answer, without those that repeat others.
+
+    The lines follow each other, or results of the answer's calls, or the same message. Gateways may give one
+    id to all answers: an answer to results has another prompt than the answer before them.
+    """
+    firsts: dict[object, _Message] = {}  # the first lines of answers, by the answer and the message before
+    joins: dict[_Message, _Message] = {}
+    for message in messages.values():
+        if message.answer is None:
+            continue
+        before = above = _before(message, messages, parents)
+        while above is not None and above.results:
+            above = _before(above, messages, parents)
+        if above is not None and above.answer == message.answer:
+            if above is before or (message.prompt_tokens and message.prompt_tokens == above.prompt_tokens):
+                joins[message] = above
+        elif (first := firsts.setdefault((message.answer, before), message)) is not message:
+            joins[message] = first
+    for uuid, message in messages.items():
+        answer = message
+        while answer in joins:
+            answer = joins[answer]
+        if answer is not message:
+            answer.blocks += [block for block in message.blocks if block not in answer.blocks]
+            answer.stop_reason = message.stop_reason or answer.stop_reason
+            messages[uuid] = answer
 
 
 def _change(place: str, row: Record) -> _Message | None:
@@ -198,9 +238,16 @@ def _keep_messages(
     if not listed and not segment:
         return
     boundary, anchor = str(row.get("uuid")), (segment or listed).get("anchorUuid")
-    lines = listed.get("uuids") or [segment.get("tailUuid")]
-    while "uuids" not in listed and lines[0] in parents and lines[0] != segment.get("headUuid"):
-        lines = [parents[lines[0]], *lines]
+    lines = expect(listed.get("uuids") or [segment.get("tailUuid")], list, "uuids", "a list of events")
+    line = lines[0]
+    while "uuids" not in listed and isinstance(line, str) and line in parents:
+        if lines[0] == segment.get("headUuid"):
+            break
+        line = parents[line]
+        lines = [
+            line and line.rpartition("/")[2],
+            *lines,
+        ]  # of a copy that an earlier compaction made, its line
         if len(lines) > len(parents):
             break
     if not all(isinstance(uuid, str) and uuid in parents for uuid in (boundary, anchor, *lines)):
@@ -219,8 +266,9 @@ def _keep_messages(
     names = list(parents)
     for uuid in names[names.index(boundary) + 1 :]:
         is_copy = "/" in uuid  # of this compaction or of an earlier one
-        if uuid not in copies and parents[uuid] in copies and not is_copy:
-            parents[uuid] = copies[parents[uuid]]
+        parent = (parents[uuid] or "").rpartition("/")[2]
+        if uuid not in copies and parent in copies and not is_copy:
+            parents[uuid] = copies[parent]
             if uuid in messages:
                 messages[uuid].is_root = False
 
@@ -234,7 +282,7 @@ def _events(messages: dict[str, _Message], parents: dict[str, str | None], sourc
     following: dict[_Message | None, list[_Message]] = defaultdict(list)
     distinct = list(dict.fromkeys(messages.values()))
     for message in distinct:
-        following[_before(message, messages, parents, source)].append(message)
+        following[_before(message, messages, parents)].append(message)
     events, names = [], dict[object, object]()
     parts: dict[Event, list[tuple[_Message, list[Message]]]] = {}  # what each adds, by where it comes from
     made: dict[_Message, list[Message]] = {}
@@ -290,19 +338,20 @@ def _changed(
 
 
 def _before(
-    message: _Message, messages: dict[str, _Message], parents: dict[str, str | None], source: Source
+    message: _Message, messages: dict[str, _Message], parents: dict[str, str | None]
 ) -> _Message | None:
-    """Returns the message before one: that of the nearest line above it that has a message."""
+    """Returns the message before one: that of the nearest line above it that has a message.
+
+    Raises:
+        UserError: an event is its own ancestor.
+    """
     uuid = None if message.is_root else parents[message.uuid]
     for _ in range(len(parents) + 1):
         if uuid is None:
             return None
         if (before := messages.get(uuid)) is not None:
             return before
-        if uuid not in parents:
-            source.skipped["missing parent"] += 1
-            return None
-        uuid = parents[uuid]
+        uuid = parents.get(uuid)
     raise UserError(f"{message.place}: parentUuid: expected a tree of events, got a cycle")
 
 

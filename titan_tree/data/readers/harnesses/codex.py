@@ -67,7 +67,7 @@ class CodexReader(SessionReader):
         events: list[Event] = []
         system: list[Message] = []
         items: list[Record] = []
-        root: list[Message] = []  # messages before ``items`` of which nothing is trained
+        root: list[Message] | None = None  # what a compaction left before ``items``; nothing of it is trained
         history: list[Event] = []  # the root, and the events of ``items`` up to the last rollback
         prompt_tokens: int | None = None
 
@@ -75,7 +75,7 @@ class CodexReader(SessionReader):
             """Makes the events of the items, and takes all but the first ``num_kept`` items back."""
             nonlocal items, history, prompt_tokens
             if not history:
-                history = [Event(None, [*system, *root])]
+                history = [Event(None, [*system, *(root or [])])]
                 events.append(history[0])
             for message in responses.messages(items, "items")[len(history) - 1 :]:
                 history.append(Event(history[-1], [message], prompt_tokens))
@@ -107,7 +107,7 @@ class CodexReader(SessionReader):
                         root = context(responses.messages(kept, "replacement_history"))
                         continue
                     if kind == "event_msg" and payload.get("type") == "thread_rolled_back":
-                        end_history(_num_kept(items, payload, is_compacted=bool(root)))
+                        end_history(_num_kept(items, payload, is_compacted=root is not None))
                         continue
                     if kind == "session_meta" and (forked := payload.get("forked_from_id")) is not None:
                         warn_once(source.path, FORKED.format(as_text(forked)))

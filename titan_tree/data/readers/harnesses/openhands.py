@@ -7,6 +7,7 @@ from pathlib import Path
 
 from titan_tree.data.readers import Reader, Record, Source
 from titan_tree.data.readers.chat import Message, call, text_of
+from titan_tree.data.readers.harnesses.rollouts import objects_in
 from titan_tree.data.readers.harnesses.sessions import (
     Event,
     as_text,
@@ -23,6 +24,7 @@ RESULTS = {  # events of version 1 that are the result of a call, and where thei
     "AgentErrorEvent": "error",
     "UserRejectObservation": "rejection_reason",
 }
+SUMMARY = "-summary"  # how the name of a condensation's summary ends; OpenHands names it in the same way
 KINDS = ("SystemPromptEvent", "MessageEvent", "ActionEvent", *RESULTS)
 NEUTRAL = (  # events that cannot change a prompt, of version 0 and version 1
     "action change_agent_state", "action null", "action None", "action pause", "action resume",
@@ -39,8 +41,8 @@ class OpenHandsReader(Reader):
     with one ``model_response`` or ``llm_response_id`` are one answer. An action of version 0 without a
     response becomes a call of its own name. An observation is the result of the call that
     ``tool_call_id`` or ``cause`` names. The context after a condensation is a root: the events that it keeps,
-    with its summary. The events between a delegation and its result are those of another agent, with a root
-    of its own. Other events are left out.
+    with its summary in place of an earlier one. The events between a delegation and its result are those of
+    another agent, with a root of its own. Other events are left out.
     """
 
     def recognizes(self, source: Source) -> bool:
@@ -83,7 +85,7 @@ class _History:
         self._ids: dict[Event, object] = {}  # of the events of the current context
         self._last: Event | None = None
         self._delegating: list[tuple[dict[Event, object], Event | None]] = []  # contexts of waiting agents
-        self._responses = set[object]()  # of the model, which have been added
+        self._responses = set[str]()  # of the model, which have been added
         self._answers: dict[str, Message] = {}  # of version 1, by the ids of responses
         self._calls = set[str]()  # ids of calls that stand for actions without a response
 
@@ -100,7 +102,7 @@ class _History:
                 self._ids, self._last = self._delegating.pop()
             message = self._result(event)
         elif name == "condensation":
-            self._condense(arguments)
+            self._condense(arguments, event.get("id"))
             return
         elif name == "system":
             self.tools = arguments.get("tools") or self.tools
@@ -119,7 +121,7 @@ class _History:
         """Adds an event of version 1."""
         identifier, name = event.get("tool_call_id"), event.get("tool_name")
         if kind == "Condensation":
-            self._condense(event)
+            self._condense(event, event.get("id"))
         elif kind == "SystemPromptEvent":
             tools = expect(event.get("tools") or [], list, "tools", "a list")
             if all(isinstance(tool, dict) and "function" in tool for tool in tools):
@@ -132,12 +134,15 @@ class _History:
             said = expect(event.get("llm_message"), dict, "llm_message", "an object with role and content")
             role = said.get("role") or ("user" if event.get("source") == "user" else "assistant")
             content = self._text(said.get("content")) + self._text(event.get("extended_content"))
-            self._append({"role": role, "content": content}, event.get("id"))
+            message: Message = {"role": role, "content": content}
+            if thought := self._text(said.get("reasoning_content")):
+                message["reasoning_content"] = thought
+            self._append(message, event.get("id"))
         elif kind == "ActionEvent":
             self._add_call(event)
         elif kind in RESULTS:
             content = self._text(event.get(RESULTS[kind]))
-            message: Message = {"role": "tool", "content": content, "tool_call_id": identifier}
+            message = {"role": "tool", "content": content, "tool_call_id": identifier}
             self._append(message if name is None else {**message, "name": name}, event.get("id"))
         else:
             leave_out(self._source, kind, NEUTRAL)
@@ -183,9 +188,10 @@ class _History:
         """Returns the message of an action: None if it has none, and {} if it was added already."""
         if (response := _metadata(event).get("model_response")) is not None:
             response = expect(response, dict, "model_response", "an object with choices")
-            if response.get("id") in self._responses:
+            identifier = as_text(response if response.get("id") is None else response["id"])
+            if identifier in self._responses:
                 return {}
-            self._responses.add(response.get("id"))
+            self._responses.add(identifier)
             return _answer(response)
         if name == "message":
             role = "user" if event.get("source") == "user" else "assistant"
@@ -210,20 +216,25 @@ class _History:
         name = metadata.get("function_name")
         return message if name is None else {**message, "name": name}
 
-    def _condense(self, arguments: Record) -> None:
+    def _condense(self, arguments: Record, condensation: object) -> None:
         forgotten = arguments.get("forgotten_event_ids")
         if forgotten is None:
             first, last = arguments.get("forgotten_events_start_id"), arguments.get("forgotten_events_end_id")
             first = expect(first, int, "args.forgotten_events_start_id", "the id of an event")
             last = expect(last, int, "args.forgotten_events_end_id", "the id of an event")
             forgotten = range(first, last + 1)
+        else:
+            expect(forgotten, list, "forgotten_event_ids", "a list of the ids of events")
+        summary, offset = arguments.get("summary"), arguments.get("summary_offset")
         kept = [
-            (name, m) for event, name in self._ids.items() if name not in forgotten for m in event.messages
+            (name, m)
+            for event, name in self._ids.items()
+            if name not in forgotten and not (summary is not None and str(name).endswith(SUMMARY))
+            for m in event.messages
         ]
-        if isinstance(summary := arguments.get("summary"), str):
-            offset = arguments.get("summary_offset")
+        if isinstance(summary, str):  # in place of an earlier one
             place = min(offset, len(kept)) if type(offset) is int and offset >= 0 else len(kept)
-            kept.insert(place, (None, {"role": "user", "content": summary}))
+            kept.insert(place, (f"{condensation}{SUMMARY}", {"role": "user", "content": summary}))
         self._last, self._ids = None, {}
         for name, message in kept:
             self._append(context([message])[0], name)
@@ -245,7 +256,7 @@ def _answer(response: Record) -> Message:
     if calls := said.get("tool_calls"):
         message["tool_calls"] = [
             call(function.get("name"), function.get("arguments"), item.get("id"))
-            for item in expect(calls, list, f"{where}.tool_calls", "a list")
+            for item in objects_in(calls, f"{where}.tool_calls")
             for function in [expect(item.get("function"), dict, f"{where}.tool_calls", "calls of functions")]
         ]
     if choice.get("finish_reason") is not None:

@@ -15,13 +15,24 @@ from titan_tree.data.readers.harnesses.sessions import (
     context,
     count_tokens,
     leave_out,
+    orphaned,
     without_media,
 )
 from titan_tree.data.readers.row_reader import expect, warn_once
 from titan_tree.errors import UserError, errors_at
 
 STOPS = {"toolUse": "tool_use"}  # marks that are spelled in another way than elsewhere
-SUMMARIES = ("compaction", "branch_summary")
+SUMMARIES = {  # how Pi shows the model a summary: the text before it, and behind it
+    "compaction": (
+        "The conversation history before this point was compacted into the following summary:\n\n<summary>\n",
+        "\n</summary>",
+    ),
+    "branch_summary": (
+        "The following is a summary of a branch that this conversation came back from:\n\n<summary>\n",
+        "</summary>",
+    ),
+}
+FAILED = ("error", "aborted")  # how answers ended that Pi does not show the model again
 NEUTRAL = ("session", "model_change", "thinking_level_change", "custom", "label", "session_info")
 
 
@@ -30,7 +41,8 @@ class PiReader(SessionReader):
 
     In the first version of the format, events have no ids, and each follows that of the line before. After a
     compaction, the context is its summary, the messages from ``firstKeptEntryId`` or ``firstKeptEntryIndex``
-    on, and those that follow. It is a root, in which the kept answers are not trained again. The system
+    on, and those that follow. It is a root, in which the kept answers are not trained again. Answers that
+    failed or were aborted are trained as cut off, and are not in the context of later ones. The system
     prompt and the tool schemas are not in the file.
     """
 
@@ -43,6 +55,7 @@ class PiReader(SessionReader):
     def events(self, rows: Iterator[tuple[str, Record]], source: Source) -> list[Event]:
         events: dict[str, Event] = {}  # parents precede children, because the file is only appended to
         above: dict[Event, Event | None] = {}  # the event before a compaction, too
+        compactions = set[Event]()
         for place, row in rows:
             last = next(reversed(above), None)
             identifier, parent = row.get("id"), row.get("parentId")
@@ -62,37 +75,51 @@ class PiReader(SessionReader):
             if "parentId" not in row:
                 before = last
             if parent is not None and before is None:
-                source.skipped["missing parent"] += 1
+                orphaned(source)
             message = row.get("message")
             usage = message.get("usage") if isinstance(message, dict) else None
-            event = Event(before, messages, count_tokens(usage, "input", "cacheRead", "cacheWrite"))
+            shown = before
+            while shown is not None and _has_failed(shown):
+                shown = shown.parent
+            event = Event(shown, messages, count_tokens(usage, "input", "cacheRead", "cacheWrite"))
             above[event] = before
             if row.get("type") == "compaction":
+                compactions.add(event)
                 event.parent = None
                 first = events.get(str(row.get("firstKeptEntryId")))
                 if type(index := row.get("firstKeptEntryIndex")) is int:
                     first = next(islice(above, max(index, 0), None), None)
-                event.messages = messages + context(_kept(before, first, above))
+                kept = [e for e in _events_from(first, before, above) if e not in compactions]
+                event.messages = messages + context(
+                    [m for e in kept if not _has_failed(e) for m in e.messages]
+                )
             if isinstance(identifier, str):
                 events[identifier] = event
         return list(above)
 
 
-def _kept(last: Event | None, first: Event | None, above: dict[Event, Event | None]) -> list[Message]:
-    """Returns the messages from one event to another below it; none if the first is not above the last."""
-    kept: list[Event] = []
+def _events_from(first: Event | None, last: Event | None, above: dict[Event, Event | None]) -> list[Event]:
+    """Returns the events from one to another below it; none if the first is not above the last."""
+    events: list[Event] = []
     while last is not None:
-        kept.append(last)
+        events.insert(0, last)
         if last is first:
-            return [message for event in reversed(kept) for message in event.messages]
+            return events
         last = above[last]
     return []
+
+
+def _has_failed(event: Event) -> bool:
+    return any(message.get("finish_reason") in FAILED for message in event.messages)
 
 
 def _messages(row: Record, source: Source) -> list[Message]:
     kind = row["type"]
     if kind in SUMMARIES:
-        return [{"role": "user", "content": expect(row.get("summary"), str, "summary", "a string")}]
+        before, behind = SUMMARIES[kind]
+        summary = expect(row.get("summary"), str, "summary", "a string")
+        is_shown = summary or kind == "compaction"
+        return [{"role": "user", "content": f"{before}{summary}{behind}"}] if is_shown else []
     said = row if kind == "custom_message" else row.get("message")
     message = expect(said, dict, "message", "an object with role and content")
     role = "user" if kind == "custom_message" else message.get("role")
@@ -117,9 +144,12 @@ def _command(message: Message) -> str:
     output = message.get("output")
     text = f"Ran `{message.get('command')}`\n" + (f"```\n{output}\n```" if output else "(no output)")
     if message.get("cancelled"):
-        return f"{text}\n\n(command cancelled)"
-    code = message.get("exitCode")
-    return f"{text}\n\nCommand exited with code {code}" if code else text
+        text += "\n\n(command cancelled)"
+    elif code := message.get("exitCode"):
+        text += f"\n\nCommand exited with code {code}"
+    if message.get("truncated") and (path := message.get("fullOutputPath")):
+        text += f"\n\n[Output truncated. Full output: {path}]"
+    return text
 
 
 def _answer(message: Message, content: object, source: Source) -> list[Message]:

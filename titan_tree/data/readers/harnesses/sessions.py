@@ -30,6 +30,10 @@ MAY_MATTER = (
     "{}: this kind of event is left out, and it is not known whether it changed what later answers read; "
     "check them with titan-tree inspect --show, or remove the file"
 )
+ORPHANED = (
+    "some events name a parent that the file lacks, so what the model read before "
+    "them is missing; check them with titan-tree inspect --show, or remove the file"
+)
 FORKED = "this session continues a copy of {}; if both files are in the data, the copied answers count twice"
 
 
@@ -157,6 +161,12 @@ def leave_out(source: Source, kind: object, neutral: Collection[str], what: str 
     source.skipped[name] += 1
     if kind not in neutral:
         warn_once(source.path, MAY_MATTER.format(name))
+
+
+def orphaned(source: Source) -> None:
+    """Counts an event whose parent the file lacks, and warns of it."""
+    source.skipped["missing parent"] += 1
+    warn_once(source.path, ORPHANED)
 
 
 def context(messages: Sequence[Message]) -> list[Message]:
