@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import os
 import shlex
 from collections.abc import Mapping
 from itertools import islice
@@ -46,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "qwen3:debug, or for the folder of a Hugging Face snapshot",
     )
     add("--data", nargs="+", metavar="FILE", help='its data: files, glob patterns, or "demo"')
-    add("-o", "--out", metavar="FILE.toml", help="the file to write, a new one (default: print it)")
+    meaning = "the file to write, a new one (default: print it)"
+    add("-o", "--out", type=os.path.expanduser, metavar="FILE.toml", help=meaning)
     add_force_argument(parser)
 
 
@@ -217,7 +219,7 @@ def settings(model: str, files: list[str], name: str) -> tuple[dict[str, Any], b
 def written(values: Mapping[str, Any], what_next: str) -> str:
     """Returns a TOML file with a comment above each key, and ``what_next`` at its beginning."""
     from titan_tree.cli.reference import tables
-    from titan_tree.config.toml import toml_value
+    from titan_tree.config.toml import check_value, toml_value
 
     lines = [
         *(f"# {line}" for line in _filled(f"{what_next}.", "")),
@@ -230,5 +232,6 @@ def written(values: Mapping[str, Any], what_next: str) -> str:
             lines += ["", f"[{table.name}]"]
         for key in keys:
             lines += [f"# {line}" for line in _filled(key.meaning, "")]
+            check_value(left[key.name], key.name)
             lines.append(f"{key.name.rpartition('.')[2]} = {toml_value(left.pop(key.name))}")
     return "\n".join(lines) + "\n"
