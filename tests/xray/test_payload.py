@@ -227,6 +227,7 @@ def test_arguments_and_numbers_that_are_out_of_range(tmp_path, capsys):
         (["--ranks", "1000000000"], "argument --ranks: expected an integer from 1 to 1,000,000, got"),
         (["--max-tokens", "9" * 5000], "argument --max-tokens: expected an integer from 1 to 1,000,000"),
         (["--json", "-o", "page.html"], "--out: expected no page together with --json; remove one of them"),
+        (["-o", ""], ": expected the name of a file to write, got a folder"),
     ):
         assert main(["xray", str(file), *words]) == 2
         assert capsys.readouterr().err.startswith(f"titan-tree: error: {message}")

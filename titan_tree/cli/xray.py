@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
 
     if args.json and args.out is not None:
         raise UserError("--out: expected no page together with --json; remove one of them")
-    out = args.out or "xray.html"
+    out = "xray.html" if args.out is None else args.out
     name, curves = ", ".join(args.files[:SHOWN_FILES]), None
     if (more := len(args.files) - SHOWN_FILES) > 0:
         name += f" and {more:,} more"
