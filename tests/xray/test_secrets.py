@@ -91,8 +91,8 @@ def test_other_text_stays(text: str) -> None:
 def test_the_search_takes_time_in_proportion_to_the_text(part: str) -> None:
     """A quadratic search of this text takes minutes."""
     start = time.process_time()
-    Secrets(True).text(f"{part * (200_000 // len(part))}token=")
-    assert time.process_time() - start < 5
+    Secrets(True).text(f"{part * (100_000 // len(part))}token=")
+    assert time.process_time() - start < 3
 
 
 def test_no_secret_is_in_a_payload(tmp_path, capsys) -> None:

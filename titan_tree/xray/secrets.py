@@ -38,7 +38,7 @@ SECRET = re.compile(
     | (?i:(\b_?auth{QUOTE}?\s{{0,9}}[:=]\s{{0,9}}{QUOTE}?)){DIGIT}[\w+/-]{{16,}}={{0,2}}
     | ([?&](?:sig|key|X-Amz-Signature)=)[\w%+/=-]{{20,}}
     | (?i:(secret[ _]access[ _]key[^\n]{{0,24}}?[\s:]))[a-zA-Z0-9/+]{{40}}\b
-    | (\bcurl\b[^\n]{{0,200}}?\s(?:-u|--user)[\s=]{QUOTE}?[^\s:"']{{1,64}}:)[^\s"'$<{{]{{3,}}
+    | (\bcurl\b[^\n]{{0,200}}?\s(?:-u|--user)[\s=]{QUOTE}?[^\s:"']{{1,64}}:)[^\s"'$<{{*]{{3,}}
     | (?i:(--(?:{PASSWORD}|{KEY})\s{{1,9}}{QUOTE}?|\bsshpass\s+-p\s*)){NAMED}
     | (?i:(\blogin\s{{1,9}}\S{{1,99}}\s{{1,9}}password\s{{1,9}}|\bwandb\ login\s))[^\s"'\\$*<>]{{4,}}
     | (?i:(\b{PASSWORD}(?:{QUOTE})?\s{{0,9}}[:=]\s{{0,9}}{QUOTE}))(?:(?!{QUOTE})[^\n<>*]){{4,200}}
@@ -53,8 +53,8 @@ SECRET = re.compile(
 SIGNS = (
     *map(str.lower, KEYS),
     *("private key", "://", "akia", "asia", "aiza", "ya29", "1//0", ":aa", "dapi", "eyj", "bearer", "cookie"),
-    *("auth", "webhooks", "hooks.slack", "sig", "curl", "login", "passw", "pwd", "passphrase", "secret"),
-    *("token", "credential", "key", "sshpass"),
+    *("auth", "webhooks", "hooks.slack", "sig=", "x-amz-", "curl", "login", "passw", "pwd", "passphrase"),
+    *("secret", "token", "credential", "key", "sshpass"),
 )
 HIDDEN = ("text", "excerpts")  # parts of a payload that are hidden already, with their context
 CONTEXT = 256  # tokens around a text that may hold the rest of a secret
