@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 import shutil
 import tomllib
 from pathlib import Path
@@ -104,6 +105,26 @@ def test_wrong_arguments_are_one_line(
 ) -> None:
     assert main(["config", *arguments]) == 2
     assert capsys.readouterr().err == f"titan-tree: error: {message}\n"
+
+
+def test_names_of_files_that_no_configuration_holds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, expected in (("a${b}.jsonl", "'${'"), (os.fsdecode(b"\xff.jsonl"), "expected Unicode text")):
+        Path(name).write_text(json.dumps(ONE))
+        assert main(["config", "--model", "qwen3:debug", "--data", name, "-o", "my.toml"]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("titan-tree: error: data.files: ")
+        assert expected in error
+        assert not Path("my.toml").exists()
+
+
+def test_a_home_folder_after_an_equals_sign_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell expands ~ only at the beginning of a word."""
+    Path("own.jsonl").write_text(json.dumps(ONE))
+    monkeypatch.setenv("HOME", str(Path.cwd() / "home"))
+    assert main(["config", "--model", "qwen3:debug", "--data", "own.jsonl", "--out=~/my.toml"]) == 0
+    assert main(["xray", "own.jsonl", "--out=~/page.html"]) == 0
+    assert main(["ingest", "own.jsonl", "~/store", "--tokenizer", "byte"]) == 0
+    assert sorted(file.name for file in Path("home").iterdir()) == ["my.toml", "page.html", "store"]
 
 
 def test_the_loss_is_one_that_the_data_has_the_fields_for(capsys: pytest.CaptureFixture[str]) -> None:

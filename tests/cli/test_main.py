@@ -118,7 +118,10 @@ def test_a_standard_stream_that_is_closed_or_full_costs_at_most_a_line(line, sta
 
 
 def test_modules_in_the_current_directory_are_not_imported(tmp_path):
-    for name in ("shtab", "omegaconf", "rich"):
+    code = "import importlib.util, runpy, pkgutil, sys; print(*sys.modules)"  # what Python's -m needs
+    listed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    own = sys.stdlib_module_names - {name.partition(".")[0] for name in listed.stdout.split()}
+    for name in ("shtab", "omegaconf", "rich", *own):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('a module of the current directory ran')")
     command = [sys.executable, "-m", "titan_tree", "config", "optimizer.lr"]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -126,6 +129,21 @@ def test_modules_in_the_current_directory_are_not_imported(tmp_path):
         command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}
     )
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_removed_directory_is_one_line(tmp_path):
+    line = f"rmdir ../gone; exec {sys.executable} -m titan_tree inspect demo"
+    (tmp_path / "gone").mkdir()
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    ended = subprocess.run(
+        ["bash", "-c", line],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path / "gone",
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    message = "the current directory was removed; start the command in another one"
+    assert (ended.returncode, ended.stderr) == (2, f"titan-tree: error: {message}\n")
 
 
 def test_an_unknown_command_exits_with_status_2_and_names_the_command_that_was_meant(capsys):

@@ -74,8 +74,8 @@ def test_several_processes_are_those_of_torchrun(
 ) -> None:
     words = [*words, "training.steps=7"]
     assert cli.main([*words[:2], "--nproc", "4", *words[2:]]) == 0
-    ((_, dash, launcher, *command),) = started
-    assert (dash, launcher) == ("-m", "torch.distributed.run")
+    ((_, safe_path, dash, launcher, *command),) = started
+    assert (safe_path, dash, launcher) == ("-P", "-m", "torch.distributed.run")
     options = get_args_parser().parse_args(command)
     assert (options.standalone, options.nproc_per_node, options.module) == (True, "4", True)
     assert options.training_script == "titan_tree"

@@ -105,3 +105,14 @@ def test_a_full_disk_leaves_the_earlier_output(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert page.read_text() == "made by: 1"
     assert os.listdir(tmp_path) == ["page"]
+
+
+def test_the_name_of_a_folder_and_a_link_that_leads_to_itself_are_no_outputs(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for path, kind in (
+        (f"{tmp_path}/new/", "a folder"),
+        (tmp_path / "loop", "a link that leads to itself"),
+    ):
+        with pytest.raises(UserError, match=f"expected the name of a file to write, got {kind}"):
+            write_output(path, "text", force=True)
+    assert os.listdir(tmp_path) == ["loop"]

@@ -122,6 +122,15 @@ def test_two_plugins_cannot_register_one_name(folder: Path) -> None:
         import_plugins(["other"])
 
 
+def test_an_attribute_that_cannot_be_imported_is_one_line(folder: Path) -> None:
+    (folder / "own" / "parts.py").write_text("def __getattr__(name):\n    raise RuntimeError('no GPU')\n")
+    with pytest.raises(UserError) as error:
+        load_config("run.toml", [*RUN, "plugins=[]", "loss.name=own.parts:focal"])
+    place = f"{folder}/own/parts.py:2: RuntimeError: no GPU"
+    expected = f"loss.name: cannot import own.parts:focal: {place}"
+    assert str(error.value) == f"argument 'loss.name=own.parts:focal': {expected}"
+
+
 def test_an_unknown_attribute_lists_those_of_the_module(folder: Path) -> None:
     with pytest.raises(UserError) as error:
         load_config("run.toml", [*RUN, "loss.name=own.parts:focla"])
@@ -188,6 +197,9 @@ def test_commands_import_the_code_of_a_run_only_with_plugins(
     (folder / "own" / "parts.py").write_text(EVIL)
     (folder / "config.toml").write_text(f'plugins = ["own.parts"]\n{SHOWN}data.files = "demo"\n')
     score = ["score", "demo", "out.jsonl", "--config", "./config.toml"]
+    (folder / "config.toml.until-step-3").write_bytes((folder / "config.toml").read_bytes())
+    assert main(["plan", "config.toml.until-step-3"]) == 2  # a run sets earlier ones aside
+    assert "names the code own.parts" in capsys.readouterr().err
     named = [["plan", "config.toml"], ["certify", "config.toml"], score]
     for command in (["chat", "."], ["export", ".", "out"], *named):
         assert main(command) == 2

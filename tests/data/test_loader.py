@@ -97,6 +97,16 @@ def test_reading_checksums_does_not_change_what_another_thread_pickles(file: Pat
     assert set(vars(dataset.reader)) == before
 
 
+def test_workers_import_nothing_from_the_current_directory(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("multiprocessing", "pickle", "threading"):
+        Path(f"{name}.py").write_text("raise SystemExit('a module of the current directory ran')")
+    assert len(list(StepLoader(tree_dataset(file, **OPTIONS), as_batches, 2, workers=1))) == 2
+    assert not os.environ["PYTHONSAFEPATH"]
+
+
 def die(micro_batches: MicroBatches) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 

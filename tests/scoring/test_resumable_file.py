@@ -2,6 +2,7 @@
 
 import os
 import random
+import zlib
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,23 @@ def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
         state.write_bytes(content)
         with pytest.raises(UserError, match=r"state\.json: damaged"):
             ResumableFile(tmp_path / "out").open({"field": "x"})
+
+
+def test_a_state_of_another_program_is_refused_and_permissions_stay(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.write_text("earlier")
+    out.chmod(0o640)
+    file = interrupted(tmp_path / "new")
+    for text in (b"[1]", b"{}", b'{"description": 1, "bytes": 4, "progress": null}'):
+        (file.folder / "state.json").write_bytes(b"%d\n%s" % (zlib.crc32(text), text))
+        with pytest.raises(UserError, match=r"state\.json: damaged"):
+            file.open({"field": "x"})
+    file = ResumableFile(out, force=True)
+    file.folder.mkdir()
+    file.open({})
+    file.append(["a\n"], {})
+    file.finish()
+    assert (out.read_text(), out.stat().st_mode & 0o777) == ("a\n", 0o640)
 
 
 def test_a_fifo_in_the_folder_is_refused(tmp_path: Path) -> None:

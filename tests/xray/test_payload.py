@@ -217,6 +217,22 @@ def test_the_page_replaces_an_earlier_one_but_no_other_file(sessions, tmp_path, 
     assert b'content="titan-tree xray"' in notes.read_bytes()[:200]
 
 
+def test_arguments_and_numbers_that_are_out_of_range(tmp_path, capsys):
+    file = tmp_path / "d.jsonl"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    file.write_text(json.dumps({"messages": turns, "prompt_tokens": 10**400}))
+    assert main(["xray", *[str(file)] * 5, "--json"]) == 0  # a prompt of more tokens than a float can hold
+    assert json.loads(capsys.readouterr().out)["name"] == f"{', '.join([str(file)] * 3)} and 2 more"
+    for words, message in (
+        (["--ranks", "1000000000"], "argument --ranks: expected an integer from 1 to 1,000,000, got"),
+        (["--max-tokens", "9" * 5000], "argument --max-tokens: expected an integer from 1 to 1,000,000"),
+        (["--json", "-o", "page.html"], "--out: expected no page together with --json; remove one of them"),
+        (["-o", ""], ": expected the name of a file to write, got a folder"),
+    ):
+        assert main(["xray", str(file), *words]) == 2
+        assert capsys.readouterr().err.startswith(f"titan-tree: error: {message}")
+
+
 def test_no_text_leaves_out_all_texts(sessions, tmp_path, capsys):
     bad = write_lines(tmp_path / "bad.jsonl", [{"messages": [{"role": "look", "content": "look"}]}])
     assert main(["xray", sessions[0], bad, "--no-text", "--json"]) == 0

@@ -1,6 +1,7 @@
 """Secrets: what looks like a key or a password is hidden, also where a segment cuts it. Other text stays."""
 
 import json
+import time
 
 from tests.support.cases import for_each
 from titan_tree.cli import main
@@ -29,8 +30,32 @@ FOUND = {
     "eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM.abc-def": "***",
     "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY----- end": "*** end",
     "-----BEGIN PRIVATE KEY-----\nMII": "***",
+    "-----BEGIN PGP PRIVATE KEY BLOCK-----\nlQOY\n-----END PGP PRIVATE KEY BLOCK----- end": "*** end",
+    "postgres://ada:p@ss77@db/x": "postgres://***@db/x",
+    "https://hooks.slack.com/services/T0AB1/B0AB1/aB3dE5fG7hJ9kL1mN3": "https://hooks.slack.com/services/***",
+    "https://discord.com/api/webhooks/12/AbCdEf-GhIjKlMnOpQr": "https://discord.com/api/webhooks/12/***",
+    "123456789:AAF1b2C3d4E5f6G7h8I9j0k1L2m3N4o5P6q": "***",
+    "hvs.A1b2C3d4E5f6G7h8": "***",
+    "key-0123456789abcdef0123456789abcdef": "***",
+    "AccountName=a;AccountKey=A1b2C3d4E5f6/+x==;b": "AccountName=a;AccountKey=***;b",
+    "https://a/c?sv=2022&sig=A1b2C3d4E5f6G7h8I9j0%3D": "https://a/c?sv=2022&sig=***",
+    "Cookie: session=A1b2C3d4E5f6G7h8": "Cookie: ***",
+    '"auth": "dXNlcjpwYXNzd29yZDEyMw=="': '"auth": "***"',
+    "aws_secret_access_key   wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY": "aws_secret_access_key   ***",
+    "curl -s -u ada:hunter22 https://x": "curl -s -u ada:*** https://x",
+    "login --token 0123456789abcdef": "login --token ***",
+    "sshpass -p hunter22 ssh h": "sshpass -p *** ssh h",
+    "machine h\n login a password hunter": "machine h\n login a password ***",
+    "Authorization: token abcdefgh": "Authorization: token ***",
 }
 PLAIN = (
+    *('class="sk-estimator-doc-link"', "pk_order_items_composite", "npm_config_registry_url"),
+    *("import hf_hub_download", "hf_model_path_or_name", "pypi-server-proxy-cache"),
+    *("authorization: required", "Authorization: Bearer $OPENAI_API_KEY", "Authorization: Bearer ${TOKEN}"),
+    *("connect(password=password)", "password=settings.DB_PASSWORD,", "password=os.environ['DB']"),
+    *("token = token_list[0]", "token = parts[1].strip()", "EOS_TOKEN=50256", "PAD_TOKEN=[PAD]"),
+    *("docker://alpine:3.18@sha256:0123", "'-----BEGIN PRIVATE KEY-----' in text", "max_token: 1000000000"),
+    *("docker run -u 1000:1000 x", "bearer authentication-scheme", "--token TOKEN  of the server"),
     *("MAX_TOKENS=4096", "token = tokenizer.next()", "max_tokens: 100000", "git+ssh://git@github.com/a/b"),
     *(
         "the password is wrong",
@@ -60,6 +85,14 @@ def test_a_secret_is_hidden_and_counted(text: str, shown: str) -> None:
 def test_other_text_stays(text: str) -> None:
     secrets = Secrets(True)
     assert (secrets.text(text), secrets.hidden) == (text, 0)
+
+
+@for_each("part", ["token=", "password", "sk-", "://a:", "Authorization: ", "curl -u ", "\\", "key ", "eyJ"])
+def test_the_search_takes_time_in_proportion_to_the_text(part: str) -> None:
+    """A quadratic search of this text takes minutes."""
+    start = time.process_time()
+    Secrets(True).text(f"{part * (100_000 // len(part))}token=")
+    assert time.process_time() - start < 3
 
 
 def test_no_secret_is_in_a_payload(tmp_path, capsys) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import errno
 import io
+import os
 import re
 import sys
 import time
@@ -104,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> int | None:
         args = parse(words)
+        os.getcwd()  # raises an error if the directory was removed
         with nullcontext() if words[0] in RUNS else keyboard_interrupts():
             return args.run(args)
 
@@ -130,13 +132,15 @@ def call(program: str, run: Callable[[], int | None]) -> int:
     except SystemExit as raised:
         error = UserError(f"{exit_place(raised)} ended the process; let this code raise an exception instead")
     except OSError as raised:
-        if raised.filename is None:
+        if raised.filename is None and not isinstance(raised, FileNotFoundError):
             raise
         if raised.filename == STDOUT:
             discard(1)  # Python flushes stdout at exit
             if raised.errno == errno.EPIPE:  # a reader such as head has seen enough
                 return 1
         error = UserError(f"{raised.filename}: {raised.strerror}")
+        if raised.filename is None:  # only os.getcwd() names no file
+            error = UserError("the current directory was removed; start the command in another one")
     if rank() > 0:
         time.sleep(2)  # rank 0 probably reports the same error, and torchrun then ends this process
     if rank() == 0 or not isinstance(error, AgreedError):

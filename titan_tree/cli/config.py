@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--data", nargs="+", metavar="FILE", help='its data: files, glob patterns, or "demo"')
     add_overrides(parser)
-    add("-o", "--out", metavar="FILE.toml", help="the file to write, a new one (default: print it)")
+    meaning = "the file to write, a new one (default: print it)"
+    add("-o", "--out", type=os.path.expanduser, metavar="FILE.toml", help=meaning)
     add_force_argument(parser)
 
 
@@ -165,7 +167,7 @@ def advice(out: str, unscored: list[str]) -> str:
 def written(values: Mapping[str, Any], notes: Sequence[str]) -> str:
     """Returns a TOML file with a comment above each key, and ``notes`` at its beginning."""
     from titan_tree.cli.reference import tables
-    from titan_tree.config.toml import toml_value
+    from titan_tree.config.toml import check_value, toml_value
 
     lines = [
         *(f"# {line}" for note in notes for line in _filled(note, "")),
@@ -178,5 +180,6 @@ def written(values: Mapping[str, Any], notes: Sequence[str]) -> str:
             lines += ["", f"[{table.name}]"]
         for key in keys:
             lines += [f"# {line}" for line in _filled(key.meaning, "")]
+            check_value(left[key.name], key.name)
             lines.append(f"{key.name.rpartition('.')[2]} = {toml_value(left.pop(key.name))}")
     return "\n".join(lines) + "\n"

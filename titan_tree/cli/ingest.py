@@ -11,6 +11,7 @@ Training on a store sees the same trees in the same order as training on the fil
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:  # functions import what --help does not need
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command line of ``titan-tree ingest``."""
     add_data_arguments(parser)
-    parser.add_argument("out", metavar="OUT", help="the store to write, a new file")
+    parser.add_argument("out", type=os.path.expanduser, metavar="OUT", help="the store to write, a new file")
     add_force_argument(parser)
     add_overrides(parser)
 

@@ -66,7 +66,8 @@ def start_torchrun(args: argparse.Namespace) -> None:
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.nproc)),
         "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     )
-    os.execv(sys.executable, [sys.executable, *torchrun, "-m", "titan_tree", *words])
+    # -P: torchrun imports no module from the current directory.
+    os.execv(sys.executable, [sys.executable, "-P", *torchrun, "-m", "titan_tree", *words])
 
 
 def rank() -> int:

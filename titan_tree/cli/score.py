@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command line of ``titan-tree score``."""
     add = parser.add_argument
     add("files", nargs="+", metavar="FILE", help='a file, a glob pattern, or "demo" for the bundled sample')
-    add("out", metavar="OUT", help="the JSON Lines file to write, a new file")
+    add("out", type=os.path.expanduser, metavar="OUT", help="the JSON Lines file to write, a new file")
     add("--model", metavar="FOLDER", help="a local Hugging Face snapshot: sets model.hf_path")
     add("--config", metavar="FILE.toml", help="the configuration of the training run; FILEs replace its data")
     add_overrides(parser)

@@ -29,13 +29,17 @@ from titan_tree.cli.data_arguments import (
 )
 from titan_tree.errors import UserError, printable
 
+MOST = 1_000_000  # tokens of a partition, or ranks
+SHOWN_FILES = 3  # in the title
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command line of ``titan-tree xray``."""
     add = parser.add_argument
     add_data_arguments(parser, files=f"{FILES}, a folder to search, or the folder of a run", metavar="PATH")
     add_overrides(parser)
-    add("-o", "--out", default="xray.html", metavar="FILE", help="the page to write")
+    page = "the page to write (default: xray.html)"
+    add("-o", "--out", type=os.path.expanduser, metavar="FILE", help=page)
     add_force_argument(parser)
     add("--json", action="store_true", help="print the numbers of the page as JSON, and write no page")
     add(
@@ -48,15 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--max-tokens", "also show partitions of at most N tokens"),
         ("--ranks", "also show which of N ranks trains on each tree"),
     ):
-        add(option, type=_positive, nargs="+", default=[], metavar="N", help=meaning)
+        add(option, type=_count, nargs="+", default=[], metavar="N", help=meaning)
     add_plugins_argument(parser)
 
 
-def _positive(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
-    return number
+def _count(text: str) -> int:
+    if text.isascii() and text.isdecimal() and len(text) < 8 and 0 < int(text) <= MOST:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"expected an integer from 1 to {MOST:,}, got {text!r:.60}")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -71,7 +74,12 @@ def run(args: argparse.Namespace) -> None:
     from titan_tree.xray.runs import RUN_FILES, is_run, load_run
     from titan_tree.xray.sources import Sources
 
-    name, curves = ", ".join(args.files), None
+    if args.json and args.out is not None:
+        raise UserError("--out: expected no page together with --json; remove one of them")
+    out = "xray.html" if args.out is None else args.out
+    name, curves = ", ".join(args.files[:SHOWN_FILES]), None
+    if (more := len(args.files) - SHOWN_FILES) > 0:
+        name += f" and {more:,} more"
     data = data_config(args)
     tokenizer = TreeTokenizer.load(data.tokenizer, data.template) if data.tokenizer else None
     folder = os.path.expanduser(args.files[0])
@@ -87,7 +95,7 @@ def run(args: argparse.Namespace) -> None:
     read = [*sources.files, *(os.path.join(folder, name) for name in RUN_FILES)]
     read += filter(None, (args.tokenizer, args.template, data.tokenizer, data.template))
     if not args.json:
-        check_output(args.out, MARKER, read, args.force)  # reading may take minutes
+        check_output(out, MARKER, read, args.force)  # reading may take minutes
     xray = Xray(
         sources,
         # ``sources`` reads the files. The reader makes samples of their groups.
@@ -106,5 +114,5 @@ def run(args: argparse.Namespace) -> None:
         return
     for line in (*payload["sentences"], *payload["notes"]):
         print(line)
-    write_page(payload, Path(args.out), read, args.force)
-    print(f"The page: {printable(args.out)}")
+    write_page(payload, Path(out), read, args.force)
+    print(f"The page: {printable(out)}")

@@ -23,6 +23,7 @@ KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+NO_OUTPUTS = KINDS | {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link that leads to itself"}
 
 
 def regular(path: str, flags: int) -> int:
@@ -59,10 +60,12 @@ def check_output(
         UserError: ``path`` is an input, a file of other origin, or no regular file.
     """
     file = Path(os.path.realpath(path))
-    if not file.exists():
+    names_folder = str(path).endswith("/")  # also a new one
+    if not os.path.lexists(file) and not names_folder:
         return
-    if not file.is_file():
-        kind = "a folder" if file.is_dir() else KINDS.get(stat.S_IFMT(file.stat().st_mode), "a socket")
+    if names_folder or not file.is_file():
+        mode = stat.S_IFDIR if names_folder else os.lstat(file).st_mode
+        kind = NO_OUTPUTS.get(stat.S_IFMT(mode), "a socket")
         raise UserError(f"{path}: expected the name of a file to write, got {kind.partition(';')[0]}")
     read = {_identity(name) for name in inputs if os.path.exists(name)}
     is_input = _identity(file) in read

@@ -116,10 +116,13 @@ def import_attribute(name: str) -> Any:
     """Returns what "module:attribute" names. Raises UserError if there is no such module or attribute."""
     module, _, attribute = name.partition(":")
     loaded = import_plugin(module)
-    if not hasattr(loaded, attribute):
+    try:
+        return getattr(loaded, attribute)
+    except AttributeError:
         public = [known for known in vars(loaded) if not known.startswith("_")]
-        raise unknown_name(f"attribute of {loaded.__file__ or module}", attribute, public)
-    return getattr(loaded, attribute)
+        raise unknown_name(f"attribute of {loaded.__file__ or module}", attribute, public) from None
+    except Exception as error:  # of a module that imports its parts when they are first used
+        raise UserError(_explain(name, error, os.getcwd())) from None
 
 
 def _explain(module: str, error: BaseException, directory: str) -> str:

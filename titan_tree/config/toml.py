@@ -249,7 +249,7 @@ class _Schema(NamedTuple):
                 yield from self.settings(value, key)
             else:
                 _check_type(value, self.types[key], key)
-                _check_value(value, key)
+                check_value(value, key)
                 yield key, value
 
     def build(self, make: Callable[..., D], declared: type[D], values: Table, name: str = "") -> D:
@@ -302,7 +302,7 @@ def _check_type(value: object, hint: object, key: str) -> None:
             _check_type(item, get_args(kinds[0])[0], f"{key}[{index}]")
 
 
-def _check_value(value: object, key: str) -> None:
+def check_value(value: object, key: str) -> None:
     """Raises UserError for a value that no key can have."""
     if isinstance(value, str):
         _check_text(value, key)
@@ -310,12 +310,12 @@ def _check_value(value: object, key: str) -> None:
         require(-(2**63) <= value < 2**63, key, "an integer of at most 64 bits", shorten(value))
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            _check_value(item, f"{key}[{index}]")
+            check_value(item, f"{key}[{index}]")
     elif isinstance(value, dict):
         for name, item in value.items():
             require(isinstance(name, str), key, "names as the keys of a table", shorten(name))
             _check_text(name, key)
-            _check_value(item, f"{key}.{name:.60}")
+            check_value(item, f"{key}.{name:.60}")
     else:  # such as a date
         expected = "a string, a number, true, false, a list or a table"
         require(isinstance(value, float | None), key, expected, shorten(value))

@@ -104,9 +104,11 @@ class StepLoader(Generic[T]):
     def __iter__(self) -> Iterator[tuple[T, Position]]:
         """Starts to make the first steps, and returns an iterator over all of them."""
         if self.workers:
-            resource_tracker.ensure_running()  # if the first worker started it, it would unblock some signals
+            with _safe_path():  # if the first worker started it, it would unblock some signals
+                resource_tracker.ensure_running()
         with _signals_blocked():  # the thread and the workers inherit this
-            workers = _Worker.start(self.workers)
+            with _safe_path():
+                workers = _Worker.start(self.workers)
             items = self._from_workers(workers) if workers else self._in_this_process()
             thread = ThreadPoolExecutor(1, thread_name_prefix="data")
             steps = self._one_ahead(items, thread, thread.submit(next, items, None), workers)
@@ -287,6 +289,17 @@ class _Collector(QueueHandler):
     def take(self) -> list[logging.LogRecord]:
         records, self.records = self.records, []
         return records
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Python processes that start in its block import no module from the current directory by themselves."""
+    before = os.environ.get("PYTHONSAFEPATH", "")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        os.environ["PYTHONSAFEPATH"] = before  # an empty one has no effect
 
 
 @contextmanager

@@ -101,7 +101,7 @@ CONFIGURATIONS: Registry[type[Config]] = Registry(
         "warm_start": "titan_tree.rl.settings:RLRunConfig",
     },
 )
-STORED = "config.toml"  # the name of the configuration in the folder of a run
+STORED = "config.toml"  # begins the names of the configurations in the folder of a run
 # Values that replace the names in a stored [model], which may be code.
 NAMES_OF_CODE = "model.name=qwen3", "model.attention=auto", "model.recurrence=auto"
 
@@ -131,7 +131,7 @@ def stored_code_refused(path: str | Path | None, plugins: bool) -> Iterator[None
 
     Commands that do not train load a configuration and use it within: some names are imported at first use.
     """
-    is_stored = path is not None and Path(path).name == STORED
+    is_stored = path is not None and Path(path).name.startswith(STORED)
     with imports_refused() if is_stored and not plugins else nullcontext():
         yield
 

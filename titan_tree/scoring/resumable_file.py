@@ -80,10 +80,12 @@ class ResumableFile:
         try:
             with open(self._state, "rb", opener=regular) as file:
                 checksum, _, text = file.read().partition(b"\n")
-            if checksum != b"%d" % zlib.crc32(text):
-                raise UserError(f"{self._state}: damaged; remove the folder {self.folder}, and start again")
-            state = json.loads(text)
-            return state["description"], state["bytes"], state["progress"]
+            state = json.loads(text) if checksum == b"%d" % zlib.crc32(text) else {}
+            return dict(state["description"]), int(state["bytes"]), state["progress"]
+        except (KeyError, TypeError, ValueError):
+            raise UserError(
+                f"{self._state}: damaged; remove the folder {self.folder}, and start again"
+            ) from None
         except OSError as error:
             raise UserError(f"{self._state}: cannot be read: {error.strerror}; fix this") from None
 
@@ -108,7 +110,10 @@ class ResumableFile:
         """Gives the file its name, and removes the folder."""
         self._check()  # another process may have written it meanwhile
         with self._writing():
-            self._content.replace(os.path.realpath(self.path))
+            target = os.path.realpath(self.path)
+            if os.path.exists(target):
+                shutil.copymode(target, self._content)
+            self._content.replace(target)
             shutil.rmtree(self.folder)
 
     @contextmanager

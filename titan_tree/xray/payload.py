@@ -40,6 +40,7 @@ VERSION = 1
 PAGE_TEXT = 4_000_000  # characters of all texts together
 LEAST_TEXT = 24  # characters that each segment may show nevertheless
 BYTES_PER_TOKEN = 4  # of English and code, for estimates
+MOST_PROMPT = 1 << 40  # tokens of a prompt; a larger number is none
 SHOWN_SAMPLES = 8  # of a run
 EXCERPT = 2_000  # tokens of each of their excerpts, at most
 MOST_EXCERPTS = 40
@@ -234,7 +235,8 @@ class Xray:
         for path, trajectory in first.values():
             counted = trajectory.record.get("prompt_tokens")
             answers = runs(path.loss_mask)
-            if type(counted) is int and answers and _trains_first(trajectory.record):
+            is_size = type(counted) is int and counted < MOST_PROMPT
+            if is_size and answers and _trains_first(trajectory.record):
                 yield max(counted - answers[0][0] / self._per_token, 0.0)
 
     @property

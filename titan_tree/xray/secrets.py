@@ -5,48 +5,56 @@ from __future__ import annotations
 import re
 from typing import Any
 
+KEYS = (  # how keys begin that a service made
+    *("sk-", "sk_", "pk-", "pk_", "rk_", "whsec_"),  # OpenAI, Anthropic, Stripe
+    *("ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "glrt-"),
+    *("hf_", "npm_", "pypi-", "dckr_pat_", "gsk_", "xai-", "pplx-", "nvapi-", "r8_", "pcsk_", "lsv2_"),
+    *("xoxa-", "xoxb-", "xoxe", "xoxp-", "xoxr-", "xoxs-", "xapp-", "SG.", "lin_api_", "ntn_", "shpat_"),
+    *("dop_v1_", "hvs.", "sbp_", "figd_", "glsa_", "tskey-", "sntrys_", "PMAK-", "NRAK-", "AGE-SECRET-KEY-"),
+)
 PASSWORD = r"[\w-]{0,40}(?:passw(?:or)?d|pwd|passphrase)"
-KEY = r"[\w-]{0,40}(?:secret|token|credentials?|(?:api|access|secret|private)[_-]?key)"
-QUOTE = r"\\*[\"']"
+KEY = r"[\w-]{0,40}(?:secret|token|credentials?|(?:api|access|account|secret|private)[_-]?key)"
+QUOTE = r"\\{0,9}[\"']"
+# Bounds of repeated parts keep the time proportional to the length of a text.
+DIGIT = r"(?=[^\s\"'\\$*<>(){}\[\].,;&]{0,99}\d)(?!\d{1,15}\b)"  # sizes and ids are no keys
+NAMED = rf"{DIGIT}[^\s\"'\\$*<>(){{}}\[\].,;&]{{8,}}"  # the value of a key
+HEADER = rf"authorization{QUOTE}?\s{{0,9}}[=:]\s{{0,9}}{QUOTE}?"
+CODE = rf"(?!\S{{0,99}}\(|[/\[]|[\w.]{{0,99}}(?:{PASSWORD})\b|[a-zA-Z_]\w*(?:\[|\.[\w.]+[\[,)]))"
 SECRET = re.compile(
     rf"""
-    -----BEGIN\ [A-Z ]*PRIVATE\ KEY-----[\s\S]*?(?:-----END\ [A-Z ]*PRIVATE\ KEY-----|\Z)
-    | (?<=://)[^/\s:@"'<>{{}}$*]*:[^/\s@"'<>{{}}$*]+(?=@)  # user:password of a URL
-    | \b(?:sk|pk|rk|whsec)[-_][\w-]{{16,}}  # OpenAI, Anthropic, Stripe
-    | \b(?:gh[opusr]|github_pat|glpat|hf|npm|pypi|xox[abeprs]|gsk|dop_v1|r8|SG)[-_.][\w.-]{{10,}}
-    | \b(?:AKIA|ASIA)[0-9A-Z]{{16}}\b  # AWS
-    | \bAIza[\w-]{{30,}} | \bya29\.[\w-]{{20,}}  # Google
+    -----BEGIN\ [A-Z ]{{0,40}}PRIVATE\ KEY(?:\ BLOCK)?-----(?=[\s\\])
+      (?:(?!-----END)[\w+/=:,.\s\\-])*(?:-----END\ [A-Z ]{{0,40}}-----)?
+    | (?<=://)[^/\s:@"'<>{{}}$*]{{0,99}}:[^/\s"'<>{{}}$*]{{1,200}}(?=@(?!sha256:))  # user:password of a URL
+    | \b(?:{"|".join(map(re.escape, KEYS))})
+      (?=[\w.-]{{0,16}}?(?:(?=[a-zA-Z]{{0,9}}\d)[a-zA-Z0-9]{{10}}|[a-zA-Z0-9]{{16}}))[\w.-]{{10,}}
+    | \b(?:AKIA|ASIA)[0-9A-Z]{{16}}\b | \bAIza[\w-]{{30,}} | \bya29\.[\w-]{{20,}} | \b1//0[\w-]{{20,}}
+    | \b\d{{8,10}}:AA[\w-]{{30,}} | (?<![\w-])(?:key-|dapi)[0-9a-f]{{32}}\b  # Telegram, Mailgun, Databricks
     | \beyJ[\w-]{{10,}}\.[\w-]{{10,}}\.[\w-]*  # JSON Web Tokens
-    | (?i:(authorization{QUOTE}?\s*[=:]\s*{QUOTE}?(?:(?:bearer|basic|token)\s+)?))[^\s"'\\*]{{8,}}
-    | (?i:(\bbearer\s+))[\w.~+/=-]{{16,}}
-    | (?i:(\b{PASSWORD}(?:{QUOTE})?\s*[:=]\s*{QUOTE}))(?:(?!{QUOTE})[^\n<>*]){{4,200}}
+    | (hooks\.slack\.com/\w{{1,20}}/|discord(?:app)?\.com/api/webhooks/\d{{1,30}}/)[\w/-]{{16,}}
+    | (?i:({HEADER}(?:bearer|basic|token)\s{{1,9}}))[^\s"'\\*$<{{]{{8,}}
+    | (?i:({HEADER})){DIGIT}[^\s"'\\*]{{8,}}
+    | (?i:(\bbearer\s{{1,9}})(?=[a-z.~+/=_-]{{0,99}}\d))[\w.~+/=-]{{16,}}
+    | (?i:(\bcookie{QUOTE}?\s{{0,9}}:\s{{0,9}}{QUOTE}?))(?=\S{{0,200}}\d)[^\n"'\\]{{16,}}
+    | (?i:(\b_?auth{QUOTE}?\s{{0,9}}[:=]\s{{0,9}}{QUOTE}?)){DIGIT}[\w+/-]{{16,}}={{0,2}}
+    | ([?&](?:sig|key|X-Amz-Signature)=)[\w%+/=-]{{20,}}
+    | (?i:(secret[ _]access[ _]key[^\n]{{0,24}}?[\s:]))[a-zA-Z0-9/+]{{40}}\b
+    | (\bcurl\b[^\n]{{0,200}}?\s(?:-u|--user)[\s=]{QUOTE}?[^\s:"']{{1,64}}:)[^\s"'$<{{*]{{3,}}
+    | (?i:(--(?:{PASSWORD}|{KEY})\s{{1,9}}{QUOTE}?|\bsshpass\s+-p\s*)){NAMED}
+    | (?i:(\blogin\s{{1,9}}\S{{1,99}}\s{{1,9}}password\s{{1,9}}|\bwandb\ login\s))[^\s"'\\$*<>]{{4,}}
+    | (?i:(\b{PASSWORD}(?:{QUOTE})?\s{{0,9}}[:=]\s{{0,9}}{QUOTE}))(?:(?!{QUOTE})[^\n<>*]){{4,200}}
     | (\b(?:[A-Z0-9]+_)*(?:PASSWORD|PASSWD|SECRET|TOKEN|(?:API|ACCESS|SECRET|PRIVATE)_?KEY)=(?:{QUOTE})?)
-      [^\s"'\\$*<>(){{}}&]{{4,}}
-    | (?i:(\b{PASSWORD}=))(?!\S*\(|/)[^\s"'\\$*<>{{}}&]{{4,}}
-    | (?i:(\b(?:{PASSWORD}|{KEY})(?:{QUOTE})?\s*[:=]\s*(?:{QUOTE})?))(?=[^\s"'\\]*\d)
-      [^\s"'\\$*<>(){{}}.,;&]{{8,}}
+      (?!\d{{1,15}}\b|\[)[^\s"'\\$*<>(){{}}&]{{4,}}
+    | (?i:(\b{PASSWORD}=)){CODE}[^\s"'\\$*<>{{}}&]{{4,}}
+    | (?i:(\b(?:{PASSWORD}|{KEY})(?:{QUOTE})?\s{{0,9}}[:=]\s{{0,9}}(?:{QUOTE})?)){NAMED}
     """,
     re.VERBOSE,
 )
 # One of these is in the lower case of each text with a secret; to look for them is faster.
 SIGNS = (
-    *(
-        "private key",
-        "://",
-        "sk-",
-        "sk_",
-        "pk-",
-        "pk_",
-        "rk-",
-        "rk_",
-        "whsec",
-        "akia",
-        "asia",
-        "aiza",
-        "ya29",
-    ),
-    *("gh", "glpat", "hf_", "npm_", "pypi-", "xox", "gsk_", "dop_v1", "r8_", "sg.", "eyj", "bearer"),
-    *("authorization", "passw", "pwd", "passphrase", "secret", "token", "credential", "key"),
+    *map(str.lower, KEYS),
+    *("private key", "://", "akia", "asia", "aiza", "ya29", "1//0", ":aa", "dapi", "eyj", "bearer", "cookie"),
+    *("auth", "webhooks", "hooks.slack", "sig=", "x-amz-", "curl", "login", "passw", "pwd", "passphrase"),
+    *("secret", "token", "credential", "key", "sshpass"),
 )
 HIDDEN = ("text", "excerpts")  # parts of a payload that are hidden already, with their context
 CONTEXT = 256  # tokens around a text that may hold the rest of a secret
