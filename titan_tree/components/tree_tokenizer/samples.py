@@ -350,7 +350,8 @@ class PrefixEncoder:
         old = self._text
 
         def differs(cut: _Cut) -> bool:
-            return cut.needed > len(old) or not text.startswith(old[: cut.needed])
+            return cut.needed > len(old) or not (is_longer or text.startswith(old[: cut.needed]))
+        is_longer = text.startswith(old)  # as nearly all are
 
         cuts = self._cuts[: bisect_left(self._cuts, True, key=differs)]
         offset, needed, num_ids = cuts[-1]

@@ -93,7 +93,8 @@ class ChatTemplate:
         variables: names of all variables that the template reads. ``date`` is what strftime_now prints.
         fields: names of all fields that the template reads by name, such as "role" in ``message.role``.
         has_text_spans: whether the template uses the filter ``text``.
-        shown: kinds of messages and tools that the template shows, as probes.py has found.
+        shown: kinds of messages that the template shows, for each kind of variables and tools, as probes.py
+            has found.
         ends: where the template ends answers of each kind, as probes.py has found.
         separator: what stands between two text parts of a message; None: not known yet.
         call_form: how calls are given to the template; None: not known yet.
@@ -115,7 +116,7 @@ class ChatTemplate:
         self.fields = frozenset(description["fields"])
         self.has_text_spans: bool = description["has_text_spans"]
         self._reasoning_field = next((name for name in REASONING_FIELDS if name in self.fields), None)
-        self.shown: set[Hashable] = set()
+        self.shown: dict[Hashable, set[Hashable]] = {}
         self.ends: dict[Hashable, End] = {}
         self.separator: str | None = None
         self.call_form: CallForm | None = None
