@@ -235,7 +235,7 @@ def find_end(
     candidates = [t for t in inside if t in stops] + inside[:shared][::-1] + alone[:1] + inside[:1]
     for token in candidates:
         if token in alone:
-            return End(token)
+            return End(token, times=alone.count(token))
         added = followed[len(final) : followed.find(token, len(final)) + len(token)]
         if followed.startswith(final) and added.strip() == token:
             return End(token, added)
