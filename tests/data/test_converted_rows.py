@@ -169,6 +169,13 @@ def test_a_row_has_template_variables_of_its_own(tmp_path, caplog):
     for group in reader.files.groups():
         reader.paths(group)
     assert "chat_template_kwargs: the template reads no variable 'enable_thinkin'" in caplog.text
+    row = chat(ASK, ANSWER, chat_template_kwargs={"documents": ["D"], "add_generation_prompt": True})
+    reader = sample_reader(
+        write_lines(tmp_path / "i", [row]), TreeTokenizer.byte_level("{{ documents }}" + THINKS)
+    )
+    (path,) = reader.paths(next(reader.files.groups()))
+    assert tokenizer.decode(path.tokens).startswith("['D']")
+    assert "the template reads no variable 'add_generation_prompt', so it has no effect" in caplog.text
     for wrong in ([], {"turns": "last"}):
         row = chat(ASK, ANSWER, chat_template_kwargs=wrong)
         reader = sample_reader(write_lines(tmp_path / "h", [row]), tokenizer)

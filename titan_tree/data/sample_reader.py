@@ -364,7 +364,8 @@ class SampleReader:
             return {}
         reserved = {*SETTINGS, "messages", "tools"}
         if not isinstance(given, dict) or reserved & given.keys():
-            raise wrong("chat_template_kwargs", "an object of template variables", shorten(given))
+            expected = f"an object of template variables, without {', '.join(sorted(reserved))}"
+            raise wrong("chat_template_kwargs", expected, shorten(given))
         assert self.tokenizer is not None
         read = {name: value for name, value in given.items() if name in self.tokenizer.template_variables}
         for name in sorted(given.keys() - read.keys()):

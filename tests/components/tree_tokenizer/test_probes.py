@@ -8,6 +8,7 @@ import pytest
 from tests.components.tree_tokenizer.test_templates import hf_folder, published_template
 from tests.support.cases import for_each
 from titan_tree.components.tree_tokenizer import TreeTokenizer
+from titan_tree.components.tree_tokenizer.hf_files import write_ends
 from titan_tree.components.tree_tokenizer.templates import ChatTemplate
 from titan_tree.components.tree_tokenizer.vocabulary import AddedToken, byte_vocabulary
 from titan_tree.errors import UserError
@@ -42,6 +43,9 @@ CLOSED = LOOP + TEXT + "<end>\n{% endfor %}{{ '<assistant>' if add_generation_pr
 RETURNS = (
     LOOP + TEXT + "{{ '<eos>' if loop.last and m.role == 'assistant' else '<end>' }}{% endfor %}" + PROMPT
 )  # as gpt-oss
+TWICE = (
+    LOOP + TEXT + "<end>{% endfor %}{{ '<assistant>' if add_generation_prompt else '<end>' }}"
+)  # and of a text
 CALLED = '<call>{"name": "f", "arguments": {"k": "v"}}</call>'
 
 
@@ -55,6 +59,8 @@ CALLED = '<call>{"name": "f", "arguments": {"k": "v"}}</call>'
         (OPEN, ["<user>", "<tool>", "<eos>"], ("<tool>", "<user>")),
         (CLOSED, ["<eos>"], ("<end>", "<end>")),  # no answer trains two ends
         (CLOSED, ["<eos>", "<end>"], ("<end>", "<end>")),
+        (TWICE, ["<end>"], ("<end>", "<end>")),
+        (TWICE, [], ("<end>", "<end>")),
         (RETURNS, ["<eos>"], ("<eos>", "<eos>")),
         (RETURNS, [], ("<eos>", "<eos>")),
         (
@@ -83,6 +89,8 @@ def test_the_added_end_is_that_of_the_next_prompt():
     assert trained(tokenizer, [ASK, SAY, ASK, SAY], turns="whole") == ["A<user>A<user>"]
     said_call = {**SAY, "content": "<call>f</call>"}  # calls in the text: the role that follows decides
     assert trained(tokenizer, [ASK, said_call, RESULT, SAY]) == ["<call>f</call><tool>", "A<user>"]
+    system = {"role": "system", "content": "S"}  # an engine does not stop at its mark
+    assert trained(tokenizer, [ASK, SAY, system, ASK, SAY]) == ["A<user>", "A<user>"]
     parts = [{**SAY, "finish_reason": "continued"}, SAY]
     assert trained(tokenizer_of(ENDED), [ASK, *parts]) == ["A", "A<end>"]
 
@@ -163,6 +171,8 @@ def test_thoughts_of_earlier_turns_may_be_missing():
     source = ENDED.replace("{{ m.content }}", "{{ m.thinking if loop.last }}{{ m.content }}")
     thought = {**SAY, "reasoning_content": "T"}
     assert trained(tokenizer_of(source), [ASK, thought, ASK, thought]) == ["TA<end>", "TA<end>"]
+    two = source.replace("{{ m.thinking", "{{ m.reasoning_content if loop.first }}{{ m.thinking")
+    assert trained(tokenizer_of(two), [ASK, thought, ASK, thought]) == ["TA<end>", "TA<end>"]
 
 
 PRINTED = (
@@ -250,6 +260,30 @@ def test_the_files_of_a_folder_say_where_engines_stop(tmp_path):
     tokenizer = TreeTokenizer.from_hf(folder)
     assert tokenizer.decode([257]) == "<s>"
     assert trained(tokenizer, [ASK, SAY]) == ["A<s>"]
+
+    for wrong in ("<s>", [[257]], {"a": 257}, [None]):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
+        with pytest.raises(UserError, match="eos_token_id: expected an integer or a list of integers, got"):
+            TreeTokenizer.from_hf(folder)
+
+
+@for_each(
+    "source",
+    [
+        ENDED,
+        ENDED.replace("{{ m.content", "{{ 'T' ~ m.thinking if m.thinking }}{{ m.content").replace(
+            "t>' if", "t>T' if"
+        ),
+        "{{ raise_exception('no system') if messages[0].role != 'system' }}" + ENDED,
+        "{{ strftime_now('%Y') }}" + ENDED,
+    ],
+)
+def test_exports_end_where_the_template_does(source, tmp_path):
+    """Also if the template needs a thought to continue its own prompt, a system message or a date."""
+    tokenizer = tokenizer_of(source)
+    write_ends(tokenizer, {}, tmp_path)
+    content = json.loads((tmp_path / "generation_config.json").read_text())
+    assert content == {"eos_token_id": [tokenizer.special_tokens["<end>"]]}
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Chat templates against hand-written text and transformers; their errors."""
 
+import json
 import random
 import re
 from importlib.util import find_spec
@@ -175,8 +176,20 @@ def test_templates_of_folders_render_as_in_transformers(where, tmp_path):
             assert ours.render(messages[:count], **options) == expected
             ids = theirs.apply_chat_template(messages[:count], return_dict=False, **options)
             assert ours.encode(expected) == ids
-    with pytest.raises(UserError, match=r"chat_template\.jinja|\(text\).*: no system messages"):
+    with pytest.raises(UserError, match=r"(chat_template\.jinja|tokenizer_config\.json): no system messages"):
         ours.render(TRIP)
+
+
+def test_the_template_of_a_config_is_text_and_no_name(tmp_path):
+    """Else a config could name a file of this machine, whose text would become training data."""
+    file = hf_folder(tmp_path, "tokenizer_config.json") / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    for text in ("chatml", str(file)):
+        file.write_text(json.dumps(config | {"chat_template": text}))
+        assert TreeTokenizer.from_hf(tmp_path).render([{"role": "user", "content": "Q"}]) == text
+    file.write_text(json.dumps(config | {"chat_template": ""}))
+    with pytest.raises(UserError, match="no chat template"):
+        TreeTokenizer.from_hf(tmp_path).render([{"role": "user", "content": "Q"}])
 
 
 def test_a_template_names_the_fields_it_reads():

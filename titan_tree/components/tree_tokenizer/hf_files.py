@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from titan_tree.components.tree_tokenizer.messages import Message
 from titan_tree.components.tree_tokenizer.tokenizer import STOP_FILES, TreeTokenizer, stop_ids
 from titan_tree.components.tree_tokenizer.vocabulary import byte_characters, read_json
 from titan_tree.errors import UserError
@@ -19,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 # The filter that only titan_tree's templates have, see templates.py.
 TEXT_FILTER = re.compile(r"\s*\|\s*text\b")
+SYSTEM, THOUGHT = {"role": "system", "content": "system"}, {"reasoning_content": "thought"}
 QUESTION, ANSWER = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "tool", "arguments": {"a": "b"}}]}
 TOOL: dict[str, object] = {
@@ -30,9 +33,13 @@ TOOL: dict[str, object] = {
 def template_ends(tokenizer: TreeTokenizer, variables: Mapping[str, Any]) -> list[int]:
     """Returns the ids at which answers of the chat template end: of text, and of calls if it shows calls."""
     ends = []
-    for answer, tools in ((ANSWER, None), (CALL, [TOOL])):
+    date = {"date": "2025-12-31"} if "date" in tokenizer.template_variables else {}
+    # Some templates need a thought to continue their own prompt, or a system message.
+    answers: list[tuple[Message, Sequence[Message] | None]] = [(ANSWER, None), (CALL, [TOOL])]
+    for (answer, tools), thought, system in product(answers, ({}, THOUGHT), ([], [SYSTEM])):
+        messages = [*system, QUESTION, answer | thought]
         try:
-            (path,) = tokenizer.samples([QUESTION, answer], tools, **{**variables, "turns": "last"})
+            (path,) = tokenizer.samples(messages, tools, **{**date, **variables, "turns": "last"})
         except UserError as error:  # the template has no such messages
             logger.debug("no end of answers: %s", error)
             continue

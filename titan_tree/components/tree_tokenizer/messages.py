@@ -201,12 +201,16 @@ def _arguments(arguments: object, where: str, is_cut: bool) -> dict[str, object]
 
 def refuse_not_finite(value: object, where: str) -> None:
     """Raises UserError for NaN and infinite numbers, which JSON cannot express, in dicts and lists."""
-    waiting = [value]
+    waiting: list[Any] = [[value]]
     seen: set[int] = set()  # of containers
     while waiting:
-        item = waiting.pop()
-        if isinstance(item, float) and not math.isfinite(item):
-            raise UserError(f"{where}: expected finite numbers, got {item}")
-        if isinstance(item, dict | list) and id(item) not in seen:
-            seen.add(id(item))
-            waiting += item.values() if isinstance(item, dict) else item
+        container = waiting.pop()
+        for item in container.values() if isinstance(container, dict) else container:
+            if isinstance(item, str):  # as nearly all are
+                continue
+            if isinstance(item, (dict, list)):
+                if id(item) not in seen:
+                    seen.add(id(item))
+                    waiting.append(item)
+            elif isinstance(item, float) and not math.isfinite(item):
+                raise UserError(f"{where}: expected finite numbers, got {item}")

@@ -29,8 +29,7 @@ class Marks(NamedTuple):
     fields: list[tuple[str, str]]
 
     def missing(self, text: str) -> str | None:
-        """Returns the first field whose mark the text does not have. A template may change its case."""
-        text = text.lower()
+        """Returns the first field whose mark the text, in lower case, does not have."""
         return next((field for field, mark in self.fields if mark not in text), None)
 
     def last(self, text: str) -> str:
@@ -106,18 +105,20 @@ def check_context(
 
     Thoughts of earlier turns may be missing: templates drop them on purpose, and the model saw none, either.
     """
-    kinds = list(_kinds(messages[: turns[-1]], tools, variables))
-    new = [index for index, kind in enumerate(kinds) if kind not in template.shown]
-    if not new:
+    shared = repr(sorted(variables.items())), frozenset(map(_tool_form, tools or ()))
+    shown = template.shown.get(shared)
+    kinds = list(_kinds(messages[: turns[-1]]))
+    new = [index for index, kind in enumerate(kinds) if shown is None or kind not in shown]
+    if shown is not None and not new:
         return
     probe = Probe(messages, tools)
     # The next prompt behind each message of a new kind, and the last one.
-    chosen = sorted({next(turn for turn in turns if turn >= index) for index in new} | {turns[-1]})
+    chosen = sorted({next(turn for turn in turns if turn > index) for index in new} | {turns[-1]})
     try:
         prompts = list(template.prefixes(probe.messages, probe.tools, [(t, True) for t in chosen], variables))
     except UserError:  # the template refuses the conversation, or depends on its texts
         return
-    for turn, prompt in zip(chosen, prompts, strict=True):
+    for turn, prompt in zip(chosen, map(str.lower, prompts), strict=True):  # a template may change the case
         hidden = [(probe.tool_marks.missing(prompt), "")]
         for index, message in enumerate(messages[:turn]):
             hidden.append((probe.marks[index].missing(prompt), f"messages[{index}] ({message['role']}) "))
@@ -128,32 +129,30 @@ def check_context(
                     f"messages[{turn}] would be trained without what the model read; choose a data.template "
                     "that shows it, or remove the sample"
                 )
-    template.shown.update(kinds)
+    template.shown.setdefault(shared, set()).update(kinds)
 
 
-def _kinds(messages: Sequence[Message], tools: Tools | None, variables: Variables) -> Iterator[Hashable]:
-    """Yields the kind of the tools and of each message: on what may depend whether a template shows it."""
-    shared = repr(sorted(variables.items())), tuple(sorted({_tool_form(tool) for tool in tools or ()}))
-    yield shared
-    users = sum(message["role"] == "user" for message in messages)
+def _kinds(messages: Sequence[Message]) -> Iterator[Hashable]:
+    """Yields the kind of each message: on what may depend whether a template shows it."""
+    users = [index for index, message in enumerate(messages) if message["role"] == "user"]
+    last_user = users[-1] if users else -1
     seen, before = set(), None
-    for message in messages:
-        calls = message.get("tool_calls", ())
+    for index, message in enumerate(messages):
+        content, calls = message["content"], message.get("tool_calls")
         form = (
             message["role"],
-            bool(message["content"].strip()),
+            not content or content.isspace(),
             bool(message.get("reasoning_content")),
-            *(type(call["function"]["arguments"]) for call in calls[:2]),
+            tuple([type(call["function"]["arguments"]) for call in calls[:2]]) if calls else (),
         )
-        users -= message["role"] == "user"
-        yield shared, before, form, form in seen, users > 0
+        yield before, form, form in seen, index < last_user
         seen.add(form)
         before = form
 
 
 def _tool_form(tool: Mapping[str, object]) -> tuple[str, ...]:
     function = tool.get("function")
-    return (*sorted(tool), *sorted(function if isinstance(function, dict) else ()))
+    return (*tool, *(function if isinstance(function, dict) else ()))
 
 
 def find_call_form(
@@ -169,7 +168,7 @@ def find_call_form(
         except UserError:
             continue
         is_python = re.search(r"\{'zq\d+qz': 'zq\d+qz'\}", text)  # an object that was printed as text
-        if not is_python and not any(marks.missing(text) for marks in asked):
+        if not is_python and not any(marks.missing(text.lower()) for marks in asked):
             return
     template.call_form = None
 
@@ -236,7 +235,7 @@ def find_end(
     candidates = [t for t in inside if t in stops] + inside[:shared][::-1] + alone[:1] + inside[:1]
     for token in candidates:
         if token in alone:
-            return End(token)
+            return End(token, times=alone.count(token))
         added = followed[len(final) : followed.find(token, len(final)) + len(token)]
         if followed.startswith(final) and added.strip() == token:
             return End(token, added)

@@ -110,7 +110,10 @@ class ConversationSamples:
         how = ending(message.get("finish_reason"), f"messages[{index}].finish_reason")
         is_empty = not any(message.get(field) for field in ("content", "reasoning_content", "tool_calls"))
         end = self._end(index)
-        at = text.rfind(end.token, len(prompt)) if end.token and not end.added else -1
+        at = -1
+        if end.token and not end.added:
+            before, *ends = text[len(prompt) :].rsplit(end.token, end.times)
+            at = len(prompt) + len(before) if ends else -1
         if how in ("cut off", "filtered") or (how == "continued" and at < 0):
             text = text if is_empty else self._begun(index, message, prompt)
             is_empty = is_empty or len(text) == len(prompt)
@@ -129,7 +132,7 @@ class ConversationSamples:
         """Returns where the template ends the answer ``index``. Logs once that it has no end."""
         answer, following = self.messages[index], self.messages[index + 1 : index + 2]
         default = "tool" if answer.get("tool_calls") else "user"
-        role = following[0]["role"] if following and following[0]["role"] != "assistant" else default
+        role = following[0]["role"] if following and following[0]["role"] in ("user", "tool") else default
         kind = bool(answer.get("tool_calls")), role, repr(self.variables)
         if kind not in self.template.ends:
             self.template.ends[kind] = self._find_end(index, role)
@@ -348,9 +351,10 @@ class PrefixEncoder:
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids of a text with marked text spans, [n] int32. Do not change them."""
         old = self._text
+        is_longer = text.startswith(old)  # as nearly all are
 
         def differs(cut: _Cut) -> bool:
-            return cut.needed > len(old) or not text.startswith(old[: cut.needed])
+            return cut.needed > len(old) or not (is_longer or text.startswith(old[: cut.needed]))
 
         cuts = self._cuts[: bisect_left(self._cuts, True, key=differs)]
         offset, needed, num_ids = cuts[-1]

@@ -210,13 +210,14 @@ def render(
     template, texts, before = _compiled(source), JsonTexts(), ""
     for count, add_generation_prompt in prefixes:
         context = template.new_context(
-            dict(
-                messages=messages[:count],
-                tools=tools or None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**variables, JSON_TEXTS: texts},
-            )
+            {
+                "documents": None,
+                **variables,
+                "messages": messages[:count],
+                "tools": tools or None,
+                "add_generation_prompt": add_generation_prompt,
+                JSON_TEXTS: texts,
+            }
         )
         text = "".join(template.root_render_func(context))
         shared = shared_length(before, text)

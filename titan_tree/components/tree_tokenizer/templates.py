@@ -47,10 +47,12 @@ class End(NamedTuple):
         token: the token at which an engine stops, or "" if the template has none.
         added: the text that a finished answer gets, if the template writes the token only in front of the
             next message; else "".
+        times: how often the token stands behind an answer that is the last message. The first one ends it.
     """
 
     token: str
     added: str = ""
+    times: int = 1
 
 
 class CallForm(NamedTuple):
@@ -90,10 +92,12 @@ class ChatTemplate:
         constants: variables of every rendering, such as bos_token.
 
     Attributes:
-        variables: names of all variables that the template reads. ``date`` is what strftime_now prints.
+        variables: names of all variables that the template reads, apart from those that every rendering
+            sets: messages, tools and add_generation_prompt. ``date`` is what strftime_now prints.
         fields: names of all fields that the template reads by name, such as "role" in ``message.role``.
         has_text_spans: whether the template uses the filter ``text``.
-        shown: kinds of messages and tools that the template shows, as probes.py has found.
+        shown: kinds of messages that the template shows, for each kind of variables and tools, as probes.py
+            has found.
         ends: where the template ends answers of each kind, as probes.py has found.
         separator: what stands between two text parts of a message; None: not known yet.
         call_form: how calls are given to the template; None: not known yet.
@@ -111,11 +115,11 @@ class ChatTemplate:
                 f"chat template {name}: expected at most {MAX_SOURCE:,} characters, got {len(source):,}"
             )
         (description,) = self._request("describe")
-        self.variables = frozenset(description["variables"])
+        self.variables = frozenset(description["variables"]) - {"messages", "tools", "add_generation_prompt"}
         self.fields = frozenset(description["fields"])
         self.has_text_spans: bool = description["has_text_spans"]
-        self._reasoning_field = next((name for name in REASONING_FIELDS if name in self.fields), None)
-        self.shown: set[Hashable] = set()
+        self._reasoning_fields = [name for name in REASONING_FIELDS if name in self.fields]
+        self.shown: dict[Hashable, set[Hashable]] = {}
         self.ends: dict[Hashable, End] = {}
         self.separator: str | None = None
         self.call_form: CallForm | None = None
@@ -175,16 +179,18 @@ class ChatTemplate:
         """Yields the text of each prefix, given as (number of messages, ``add_generation_prompt``).
 
         One request renders all of them. An error in the template is raised in place of its text. Reasoning
-        has the name that the template reads, such as ``thinking`` in gpt-oss's.
+        has all names that the template reads, such as ``thinking`` in gpt-oss's.
         """
         if unknown := sorted(variables.keys() - self.variables):
             raise UserError(
                 f"chat template {self.name}: the template reads no variable {unknown[0]!r}"
                 f"{_hint(unknown[0])}; remove it, or correct its name"
             )
-        if (name := self._reasoning_field) not in (None, "reasoning_content"):
+        if (names := self._reasoning_fields) not in ([], ["reasoning_content"]):
             messages = [
-                {name if key == "reasoning_content" else key: value for key, value in message.items()}
+                message | dict.fromkeys(names, message["reasoning_content"])
+                if "reasoning_content" in message
+                else message
                 for message in messages
             ]
         if self.call_form is not None and any(self.call_form):

@@ -132,14 +132,14 @@ class TreeTokenizer:
             raise UserError(f"{folder}: {missing_snapshot(folder)}")
         config_file = folder / "tokenizer_config.json"
         config = read_json(config_file) if os.path.lexists(config_file) else {}
-        found = (
-            _templates_in_folder(folder, config, config_file) if template is None else {"default": template}
-        )
         tokens = {name: config[name] for name in TEMPLATE_TOKENS if config.get(name)}
         constants = {name: t.get("content") if isinstance(t, dict) else t for name, t in tokens.items()}
-        chat, with_tools = (
-            ChatTemplate.load(found[name], constants) if name in found else None for name in TEMPLATE_NAMES
+        found = (
+            _templates_in_folder(folder, config, config_file, constants)
+            if template is None
+            else {"default": ChatTemplate.load(template, constants)}
         )
+        chat, with_tools = (found.get(name) for name in TEMPLATE_NAMES)
         made = TreeTokenizer(read_hf(folder), chat, with_tools)
         ends = {id for name in STOP_FILES for id in stop_ids(folder / name)}
         made._stops = frozenset(t for t, id in made.special_tokens.items() if id in ends)
@@ -348,33 +348,45 @@ def _own_tokenizer(name: str, template: str | Path | None) -> TreeTokenizer:
 
 
 def _templates_in_folder(
-    folder: Path, config: Mapping[str, object], config_file: Path
-) -> dict[str, str | Path]:
-    """Returns the chat templates of a folder by their names, as transformers does: "default", "tool_use", ...
+    folder: Path, config: Mapping[str, object], config_file: Path, constants: Mapping[str, object]
+) -> dict[str, ChatTemplate]:
+    """Returns those of a folder's chat templates that have one of ``TEMPLATE_NAMES``, as transformers does.
 
     They are in chat_template.jinja and additional_chat_templates, or else in tokenizer_config.json.
     """
-    found: dict[str, str | Path] = {
-        file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))
-    }
+    files = {file.stem: file for file in (folder / "additional_chat_templates").glob("*.jinja")}
     if os.path.lexists(file := folder / "chat_template.jinja"):
-        found["default"] = file
-    if found:
-        return found
+        files["default"] = file
+    if files:
+        return {
+            name: ChatTemplate.load(file, constants) for name, file in files.items() if name in TEMPLATE_NAMES
+        }
     template = config.get("chat_template")
     named: dict[object, object] = {"default": template}
     if isinstance(template, list):
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-    for text in named.values():
+    found = {}
+    for name, text in named.items():
         if text is not None and not isinstance(text, str):
             raise UserError(f"{config_file}: chat_template: expected Jinja text, got {shorten(text)}")
-    return {str(name): text for name, text in named.items() if isinstance(text, str)}
+        if text and name in TEMPLATE_NAMES:
+            found[str(name)] = ChatTemplate(text, str(config_file), constants)
+    return found
 
 
-def stop_ids(file: Path) -> list[object]:
-    """Returns the ids at which an engine stops, as generation_config.json or config.json says."""
-    ids = read_json(file).get("eos_token_id") if os.path.lexists(file) else None
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+def stop_ids(file: Path) -> list[int]:
+    """Returns the ids at which an engine stops, as generation_config.json or config.json says.
+
+    Raises:
+        UserError: the file cannot be read, or they are no integers.
+    """
+    found = read_json(file).get("eos_token_id") if os.path.lexists(file) else None
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if any(type(id) is not int for id in ids):
+        raise UserError(
+            f"{file}: eos_token_id: expected an integer or a list of integers, got {shorten(found)}"
+        )
+    return ids
 
 
 def _checked(tools: Tools | None) -> Tools | None:
