@@ -208,8 +208,8 @@ class PlainModel(TreeModel):
         Args:
             max_tokens: the longest path that the module is known to read.
         """
-        first, most = CHECKED_TOKENS
-        size = min(max_tokens, first * self._num_passes, most)
+        least, most = CHECKED_TOKENS
+        size = min(max_tokens, least * self._num_passes, most)
         branch, vocab_size = size // 2, self.config.vocab_size
         first = [token % vocab_size for token in range(size)]
         second = [*first[:branch], *((token + 1) % vocab_size for token in first[branch:])]
