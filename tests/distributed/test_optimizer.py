@@ -143,6 +143,57 @@ def test_a_new_optimizer_is_one_spec():
     torch.testing.assert_close(matrix, want)
 
 
+class OddAdamW(torch.optim.AdamW):
+    """Fails, or keeps what checkpoints do not hold, as ``odd`` says."""
+
+    odd = ""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.set_grad_enabled(False)
+        if self.odd == "exit":
+            raise SystemExit(0)
+        loss = super().step()
+        if self.odd == "state":
+            self.state[next(iter(self.state))]["n"] = 3
+        elif self.odd == "group":  # as Prodigy
+            self.param_groups[0]["d"] = self.param_groups[0].get("d", 0) + 1
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ("exit", r"^optimizer OddAdamW: .*test_optimizer.py:\d+: SystemExit: 0$"),
+        ("state", r"^optimizer 'odd': expected steps that change only tensors .* but they change n; store"),
+        ("group", r"^optimizer 'odd': expected steps that change only tensors .* but they change d; store"),
+        ("", None),
+    ],
+)
+def test_an_optimizer_of_the_user_that_a_run_cannot_use_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: str, message: str | None
+) -> None:
+    monkeypatch.setattr(OddAdamW, "odd", odd)
+    config = tiny_config(tmp_path, checkpoint__interval=2, training__steps=2)
+    with OPTIMIZERS.registered("odd", OptimizerSpec(import_class=lambda: OddAdamW)):
+        object.__setattr__(config.optimizer, "name", "odd")
+        if message is None:
+            assert train(config).progress.step == 2
+            return
+        with pytest.raises(UserError, match=message):
+            train(config)
+    assert torch.is_grad_enabled()
+
+
+def test_what_is_no_class_of_an_optimizer_is_one_line() -> None:
+    with (
+        OPTIMIZERS.registered("odd", OptimizerSpec(import_class=lambda: dict)),
+        pytest.raises(
+            UserError, match=r"^optimizer 'odd' \(optimizer.name\): .*ValueError: no signature found"
+        ),
+    ):
+        optimizer_class(OptimizerConfig(name="odd"))
+
+
 def test_options_are_arguments_of_the_optimizer() -> None:
     OPTIMIZERS.register("sgd", OptimizerSpec(import_class=lambda: torch.optim.SGD))
     model, _ = model_and_optimizers("adamw")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as L
 import pytest
@@ -28,6 +28,7 @@ from tests.support.tiny_run import tiny_config, train, write_groups
 from titan_tree.distributed.settings import OPTIMIZERS, OptimizerSpec
 from titan_tree.errors import UserError
 from titan_tree.integrations.lightning import TreeCheckpoints, TreeDataModule, TreeLightningModule
+from titan_tree.integrations.lightning_callbacks import callback_states, load_callback_states
 from titan_tree.models.settings import ModelConfig
 from titan_tree.run.build import build_step_loader
 from titan_tree.run.config import Config
@@ -333,6 +334,22 @@ def test_a_callback_that_counts_epochs_is_refused(tmp_path: Path) -> None:
         UserError, match=r"callbacks: .* got 'StochasticWeightAveraging'; use EMAWeightAveraging"
     ):
         fit(tiny_config(tmp_path), lightning_trainer(tmp_path, StochasticWeightAveraging(0.1)))
+
+
+def test_states_with_equal_paths_are_kept_apart() -> None:
+    class Slashes(L.Callback):
+        loaded: ClassVar[dict[str, Any]] = {}
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.loaded.update(state_dict)
+
+    callback, module, tensors = Slashes(), torch.nn.Linear(1, 1), dict[str, torch.Tensor]()
+    saved = json.loads(json.dumps(callback_states([callback], None, module, tensors)))
+    load_callback_states([callback], None, module, saved, tensors)
+    assert callback.loaded == callback.state_dict()
 
 
 def test_a_state_that_a_checkpoint_cannot_hold_is_refused(tmp_path: Path) -> None:

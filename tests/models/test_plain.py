@@ -122,6 +122,29 @@ def test_a_module_that_mixes_tokens_without_the_tree_is_refused(
         tree_logprobs(model, lists)
 
 
+class FarMixing(OwnModel):
+    """Mixes each token with the 40th before it in the batch, by weights that are 0 at first."""
+
+    def __init__(self, gate: float) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.tensor(gate))
+
+    def hidden_states(self, tokens: Tensor, positions: Tensor, tree) -> Tensor:
+        x = super().hidden_states(tokens, positions, tree)
+        return x + self.gate * nn.functional.pad(x, (0, 0, 40, 0))[: len(x)]
+
+
+@pytest.mark.parametrize("gate", [0.0, 0.5])
+def test_later_checks_find_what_weights_of_0_and_short_paths_hide(gate: float) -> None:
+    module = FarMixing(gate)
+    model, lists = PlainModel(module), [[*range(30)], [*range(15), *range(30, 45)]]
+    for _ in range(1 if gate else 3):  # later passes have longer paths
+        tree_logprobs(model, lists)
+    module.gate.data.fill_(0.5)
+    with pytest.raises(UserError, match=r"^PlainModel: FarMixing: expected hidden states that depend"):
+        tree_logprobs(model, lists)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_module_that_mixes_by_the_tree_passes_the_check_in_any_dtype(dtype: torch.dtype) -> None:
     for seed in range(5):

@@ -71,6 +71,7 @@ def test_closing_ends_requests_that_are_under_way() -> None:
         "http://user:sk-SECRET@localhost:8000",
         "https://sk-SECRET@localhost",
         "http://localhost:99999",
+        "http://local host",
         "http://localhost:port",
         "http://localhost?key=sk-SECRET",
         f"http://{'a' * 70}.example",

@@ -146,7 +146,8 @@ def _described(error: BaseException) -> str:
         f for f in frames if "importlib" not in f.filename and not Path(f.filename).is_relative_to(PACKAGE)
     ]
     if own:  # the deepest line in the module's own folder, rather than one of a library that it calls
-        folder = Path(own[0].filename).parent
+        first = next((frame for frame in own if "site-packages" not in frame.filename), own[0])
+        folder = Path(first.filename).parent
         frame = [frame for frame in own if Path(frame.filename).is_relative_to(folder)][-1]
         return f"{frame.filename}:{frame.lineno}: {kind}: {message}"
     return f"{kind}: {message}"

@@ -11,12 +11,14 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titan_tree.config.plugins import calling
 from titan_tree.distributed import titan
 from titan_tree.distributed.collectives import all_reduce_sum
 from titan_tree.distributed.settings import OPTIMIZERS, LRSchedulerConfig, OptimizerConfig
@@ -39,9 +41,10 @@ def optimizer_class(config: OptimizerConfig) -> Callable[..., torch.optim.Optimi
     """
     with OPTIMIZERS.calling(config.name):
         constructor = OPTIMIZERS[config.name].import_class()
+        parameters = inspect.signature(constructor).parameters
     known = {
         name: parameter
-        for name, parameter in inspect.signature(constructor).parameters.items()
+        for name, parameter in parameters.items()
         if name not in RESERVED and parameter.kind is not inspect.Parameter.VAR_KEYWORD
     }
     for option, value in config.options.items():
@@ -81,6 +84,7 @@ class Optimizers(titan.OptimizersContainer):
         )
         with OPTIMIZERS.calling(config.name, "groups"):
             super().__init__(container, model_parts=[model])
+        self._first = [_plain_values(group) for optimizer in self for group in optimizer.param_groups]
 
     def _build_param_groups(  # torchtitan chooses groups by regular expressions
         self, model: nn.Module, _: object, implementation: dict[str, bool]
@@ -92,6 +96,20 @@ class Optimizers(titan.OptimizersContainer):
     def _resolve_optimizer_factory(self, name: str) -> Callable[..., torch.optim.Optimizer]:
         return self.constructor
 
+    def check_states(self) -> None:
+        """Raises UserError if steps have changed values that a checkpoint does not hold."""
+        states = [state for optimizer in self for state in optimizer.state.values()]
+        lost = [name for state in states for name in _plain_values(state)]
+        groups = [_plain_values(group) for optimizer in self for group in optimizer.param_groups]
+        for first, now in zip(self._first, groups, strict=True):
+            lost += [name for name, value in now.items() if name not in first or first[name] != value]
+        if lost:
+            raise UserError(
+                f"optimizer {self._name!r}: expected steps that change only tensors in state[parameter], "
+                f"which checkpoints hold, but they change {', '.join(dict.fromkeys(lost))}; store tensors "
+                "there, or set checkpoint.interval = 0"
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the states by name. States that do not exist yet are created as before a first step."""
         fresh = [optimizer for optimizer in self if not optimizer.state]
@@ -100,6 +118,12 @@ class Optimizers(titan.OptimizersContainer):
             if isinstance(step := state.get("step"), Tensor):
                 step.zero_()  # torchtitan creates states by a step without gradients
         return states
+
+
+def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of a state or a group that are no tensors, without those that a schedule changes."""
+    scheduled = ("lr", "initial_lr", "params")
+    return {name: v for name, v in values.items() if not isinstance(v, Tensor) and name not in scheduled}
 
 
 def build_optimizers(config: OptimizerConfig, model: nn.Module) -> Optimizers:
@@ -190,14 +214,23 @@ def clip_and_step(optimizers: Iterable[torch.optim.Optimizer], loss: Tensor, max
             optimizer.grad_scale = divisor
             optimizer.found_inf = 1.0 - finite.float()
         for stepped in optimizers:
-            stepped.step()
+            with _calling(stepped):
+                stepped.step()
         for optimizer in wrapped:
             del optimizer.grad_scale, optimizer.found_inf
     elif finite:
         torch._foreach_div_(local, divisor)
         for stepped in optimizers:
-            stepped.step()
+            with _calling(stepped):
+                stepped.step()
     return norm
+
+
+def _calling(optimizer: Any) -> AbstractContextManager[None]:
+    """Returns the context for a step, which names an optimizer of the user in its errors."""
+    kind = type(getattr(optimizer, "optimizer", optimizer))
+    is_known = kind.__module__.partition(".")[0] in ("titan_tree", "torch", "torchao")
+    return nullcontext() if is_known else calling(f"optimizer {kind.__name__}")
 
 
 def _total_norm(tensors: list[Tensor]) -> Tensor:

@@ -41,9 +41,9 @@ def callback_states(
         if isinstance(value, Tensor) and id(value) in names:
             return {"weight": names[id(value)]}
         if isinstance(value, Tensor) and not isinstance(value, DTensor):
-            assert path not in tensors, path
-            tensors[path] = value
-            return {"tensor": path}
+            name = f"{len(tensors)} {path}"  # two paths may be equal, as those of {"a/b": x, "a": {"b": y}}
+            tensors[name] = value
+            return {"tensor": name}
         if isinstance(value, Mapping):
             return {
                 "items": [[plain(key, path), plain(item, f"{path}/{key}")] for key, item in value.items()]

@@ -25,7 +25,7 @@ from titan_tree.tree.layout import TreeLayout
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
-CHECKED_TOKENS = 16  # of each path of the tree that ``PlainModel`` checks
+CHECKED_TOKENS = 16, 1024  # of each path of the tree that ``PlainModel`` checks: at first, and at most
 MAX_ERROR = 0.01  # of its hidden states, relative to the largest one. A kernel with TF32 has 0.001.
 
 
@@ -135,7 +135,8 @@ class _Survey(TreePass):
 class PlainModel(TreeModel):
     """A module of your own with the contract of titan_tree's models, on one device.
 
-    The first forward pass also runs a small tree and both of its paths alone, and compares the hidden states.
+    The forward passes 1, 2, 4, 8, ... also run a small tree and both of its paths alone, and compare the
+    hidden states. Later checks have longer paths, and weights that no longer are 0, which may hide an error.
 
     Args:
         module: has ``hidden_states`` and ``output_weight``, see ``Plain``. It keeps its parameters.
@@ -185,7 +186,7 @@ class PlainModel(TreeModel):
         self.cache_streams = [rows.stream for rows in self.survey.rows]
         self.windows = list(dict.fromkeys(self.survey.windows)) or (None,)
         self.num_recurrent_layers = sum(rows.is_wide for rows in self.survey.rows)
-        self._is_checked = False
+        self._num_passes = 0
 
     @property
     def plain(self) -> Plain:
@@ -194,9 +195,9 @@ class PlainModel(TreeModel):
     def run_layers(
         self, batch: TreeBatch, layout: TreeLayout, gateway: Sequence[Tensor], embedding: Tensor
     ) -> LayerOutput:
-        if not self._is_checked:
+        self._num_passes += 1
+        if self._num_passes.bit_count() == 1:
             self._check_paths(int(layout.positions.max()) + 1)
-            self._is_checked = True
         current = TreePass(layout, self.kernels, iter(gateway))
         return LayerOutput(self.plain.hidden_states(batch.tokens, layout.positions, current), current.exports)
 
@@ -207,7 +208,8 @@ class PlainModel(TreeModel):
         Args:
             max_tokens: the longest path that the module is known to read.
         """
-        size = min(max_tokens, CHECKED_TOKENS)
+        least, most = CHECKED_TOKENS
+        size = min(max_tokens, least * self._num_passes, most)
         branch, vocab_size = size // 2, self.config.vocab_size
         first = [token % vocab_size for token in range(size)]
         second = [*first[:branch], *((token + 1) % vocab_size for token in first[branch:])]

@@ -265,14 +265,19 @@ def test_a_logger_of_ones_own_that_fails_is_one_line(tmp_path: Path) -> None:
         def log(self, step: int, values: Mapping[str, float]) -> None:
             sys.exit(0)
 
+        def close(self) -> None:
+            raise OSError("the tracker is away")
+
     class Narrow(Logger):
         def __init__(self) -> None:
             pass
 
     key = r"^logger 'mine' \(metrics\.loggers\)"
-    with LOGGERS.registered("mine", Broken), Loggers(["mine"], tmp_path, 0, 9) as loggers:  # noqa: SIM117
+    with LOGGERS.registered("mine", Broken), Loggers(["mine"], tmp_path, 0, 9) as loggers:
         with pytest.raises(UserError, match=rf"{key}: .*\.py:\d+: SystemExit: 0"):
             loggers.log(1, {"loss": 1.0})
+        with pytest.raises(UserError, match=rf"{key}: .*\.py:\d+: OSError: the tracker is away"):
+            loggers.close()
     called = r", called with \(folder, start_step, total_steps\): TypeError: .* takes 1 positional"
     with LOGGERS.registered("mine", Narrow), pytest.raises(UserError, match=key + called):
         Loggers(["mine"], tmp_path, 0, 9)
@@ -304,4 +309,6 @@ def test_a_run_of_a_tracker_holds_no_step_with_two_configurations(tmp_path: Path
     assert run(6, 6, changed=False) == "run-5"
     assert run(6, 7, ends=False) == "run-5"
     assert run(7, 8) == "run-7"  # the one before may have had more steps
+    (tmp_path / "mine_run_id").write_text("")
+    assert run(8, 9, changed=False) == "run-8"  # a crash has emptied the file
     assert len(list(tmp_path.glob("mine_run_id.until-step-*"))) == 2

@@ -117,10 +117,10 @@ def test_a_gpu_reports_utilization_of_all_gpus_and_its_own_peak_memory(
 
 
 def test_a_registered_metric_precedes_those_of_the_loss() -> None:
-    METRICS.register("mine", lambda report: {"paths": report.result.counts.num_paths})
+    METRICS.register("mine", lambda report: {"paths": 4, "trees": torch.tensor(2.0)})
     values = step_values(REPORT)
-    assert list(values)[-3:] == ["paths", "nll", "router_z"]
-    assert values["paths"] == 4
+    assert list(values)[-4:] == ["paths", "trees", "nll", "router_z"]
+    assert (str(values["paths"]), str(values["trees"])) == ("4", "2.0")
 
 
 @pytest.mark.parametrize("taken", ["loss", "por", "step", "bad_steps"])
@@ -135,6 +135,7 @@ def test_a_metric_with_a_name_in_use_is_refused(taken: str) -> None:
     [
         ({"mine": "1"}, "metric 'mine': mine: expected a number, got '1'"),
         ({"mine": None}, "metric 'mine': mine: expected a number, got None"),
+        ({"mine": torch.ones(2)}, "metric 'mine': mine: expected a number, got tensor"),
         (None, "metric 'mine': expected numbers by name, got None"),
     ],
 )

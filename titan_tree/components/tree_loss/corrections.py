@@ -32,7 +32,8 @@ class KLPenalty(Checked, table="loss.kl"):
 
     # Factor of the penalty, which needs ref_logprobs. 0: off.
     coefficient: float = setting(0.0, finite, at_least(0))
-    estimator: Literal["k1", "k2", "k3"] = "k3"  # Estimator of the KL divergence.
+    # Estimator of the KL divergence. "k3" is at most 10 nats, and a token beyond that has no gradient of it.
+    estimator: Literal["k1", "k2", "k3"] = "k3"
     # Multiply the estimate by p / p_old, at most exp(20), for tokens of an older policy.
     importance: bool = False
     # Subtract the coefficient times the estimate of KL(old || reference) from the advantages, instead of

@@ -248,7 +248,7 @@ def _checked(address: str) -> str:
         host = url.raw_host.decode().encode("idna")
     except (ValueError, httpx.InvalidURL):
         url, host = httpx.URL(), b""
-    is_complete = url.scheme in ("http", "https") and host and (url.port or 80) < 2**16
+    is_complete = url.scheme in ("http", "https") and host and b"%" not in host and (url.port or 80) < 2**16
     if not is_complete or url.userinfo or url.query or url.fragment:
         raise UserError(
             "rl.server.url: expected a URL such as 'http://localhost:8000', with a port of at most 65535 and "

@@ -19,8 +19,10 @@ from titan_tree.errors import UserError, shorten
 from titan_tree.rl.sampler import Completion
 from titan_tree.rl.server.client import Json, ServerClient
 from titan_tree.rl.truncation import Truncation
-from titan_tree.tree.path_fields import MAX_LOGPROB, MAX_NUMBER
+from titan_tree.tree.path_fields import MAX_LOGPROB
 from titan_tree.tree.paths import ExpertSizes
+
+LEAST_LOGPROB = -1000.0  # of a sampled token. In fp32, it is at least -104. vLLM writes -9999 for a zero.
 
 
 @dataclass
@@ -93,7 +95,8 @@ class VLLM:
                 f"{shorten(wrong)}; the server changes tokens, use another version"
             )
         _check_all(tokens, (int,), 0, 2**31 - 1, "integer token_ids, at least 0")
-        _check_all(logprobs, (int, float), -MAX_NUMBER, MAX_LOGPROB, "numbers as token_logprobs, at most 0")
+        numbers = f"numbers as token_logprobs, from {LEAST_LOGPROB:g} to 0, of tokens that can be sampled"
+        _check_all(logprobs, (int, float), LEAST_LOGPROB, MAX_LOGPROB, numbers)
         size = len(tokens)
         if not size == len(logprobs) == num_tokens or not 1 <= size <= limit:
             raise UserError(

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_tree.distributed.collectives import call_on_all_ranks_keep_rank0, call_on_rank_0, rank, world_size
 from titan_tree.distributed.faults import is_lost_rank
-from titan_tree.distributed.titan import OptimizersContainer
+from titan_tree.distributed.optimizers import Optimizers
 from titan_tree.errors import UserError
 from titan_tree.models.lora.adapters import frozen_names
 from titan_tree.run.checkpoint.background import BackgroundWriter, Tensors, plain_tensors
@@ -90,7 +90,7 @@ class Checkpoints:
         folder: Path,
         *,
         model: nn.Module,
-        optimizers: OptimizersContainer,
+        optimizers: Optimizers,
         progress: Progress,
         architecture: Mapping[str, object],
         run_config: Config,
@@ -145,11 +145,14 @@ class Checkpoints:
             Whether it wrote one. A step is never written twice.
 
         Raises:
-            UserError: writing to the disk failed, for this checkpoint or for an asynchronous one before it.
-                The partial checkpoint is removed; earlier ones stay.
+            UserError: the optimizer has states that a checkpoint cannot hold; or writing to the disk failed,
+                for this checkpoint or for an asynchronous one before it. The partial checkpoint is removed;
+                earlier ones stay.
         """
         step = self.progress.step
         newest = self.writing[0] if self.writing else self.last_saved
+        if self.config.interval and step == self.last_saved + 1:  # early, so that little is lost
+            self.optimizers.check_states()
         if self.config.interval == 0 or step == newest or not (due or step % self.config.interval == 0):
             return False
         self.wait()

@@ -59,11 +59,11 @@ class Tracker(Logger):
 
     def earlier_id(self) -> str | None:
         """Returns the id of the run that is continued, or None. The file then has no step until ``close``."""
-        if not (self.start_step and self.file.exists()):
+        words = self.file.read_text().split() if self.start_step and self.file.exists() else []
+        if not words:  # a crash may have emptied the file
             return None
-        earlier = self.file.read_text().split()[0]
-        self.file.write_text(earlier)
-        return earlier
+        self.file.write_text(words[0])
+        return words[0]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.newest = step
@@ -118,7 +118,7 @@ class Loggers(Logger):
     def close(self) -> None:
         while self.loggers:
             name, logger = self.loggers.popitem()
-            with LOGGERS.calling(name, passed=(OSError,)):
+            with LOGGERS.calling(name):
                 logger.close()
 
     def __enter__(self) -> Self:

@@ -19,7 +19,6 @@ from titan_tree.run.metrics.loggers import Tracker
 try:
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param
-    from mlflow.exceptions import MlflowException
 except ImportError as error:
     raise UserError(
         f"metrics.loggers: 'mlflow' needs the package mlflow ({error}): run `pip install mlflow-skinny`, "
@@ -52,7 +51,7 @@ class MlflowLogger(Tracker):
             if config.exists():
                 keys = _keys(tomllib.loads(config.read_text()))
                 self.client.log_batch(self.id, params=[Param(key, str(value)) for key, value in keys])
-        except MlflowException as error:
+        except Exception as error:  # a folder that is missing is no MlflowException
             raise UserError(
                 f"metrics.loggers: 'mlflow': {' '.join(str(error).split())}; "
                 "check the environment variable MLFLOW_TRACKING_URI"

@@ -189,8 +189,9 @@ def _add(values: dict[str, float], new: dict[str, float], source: str) -> None:
     if taken := [name for name in new if name in values or name in ROW]:
         raise UserError(f"{source}: returns a value called {taken[0]!r}, a name in use; rename it")
     for name, value in new.items():
-        if not hasattr(value, "__float__"):
+        try:
+            values[name] = value if isinstance(value, int | float) else value.__float__()
+        except (AttributeError, TypeError, ValueError, RuntimeError):
             raise UserError(
                 f"{source}: {name}: expected a number, got {shorten(value)}; return numbers by name"
-            )
-    values.update(new)
+            ) from None
