@@ -71,11 +71,14 @@ def set_up(extra: str, needed: list[str], keep_venv: bool) -> str:
     if installed("torch") is not None and not respected:
         say(f"{sys.executable} has torch {installed('torch')}, but {torch} is needed: .venv gets its own")
     if respected and all(satisfied(r) for r in needed) and imports_titan_tree():
-        say(f"using {sys.executable} with torch {installed('torch')}; nothing is installed")
+        say(f"using {sys.executable} with torch {installed('torch')}; nothing is installed, not even .venv")
+        if shutil.which("titan-tree") is None:
+            say(f"run the command titan-tree as {sys.executable} -m titan_tree, in {ROOT}")
         return sys.executable
 
     STATE.unlink(missing_ok=True)  # if this set-up is interrupted, the next call starts over
-    if VENV.exists() and not MADE_BY.exists() and any(VENV.iterdir()):
+    is_empty = VENV.is_dir() and not any(VENV.iterdir())
+    if os.path.lexists(VENV) and not MADE_BY.exists() and not is_empty:
         sys.exit(
             f"error: {VENV} exists but was not created by this script: move it away, or activate it and run "
             "`pip install -e '.[dev]'`"

@@ -4,6 +4,8 @@
 """
 
 import csv
+import shutil
+import sys
 from pathlib import Path
 
 from titan_tree.cli import main
@@ -26,7 +28,8 @@ def first_run() -> int:
     if not status:
         print(f"picture of the loss, and of the trees: open {page} in a browser")
         print("next: titan-tree inspect YOUR_ROLLOUTS.jsonl, and docs/quickstart.md trains on them")
-        print(f"      titan-tree chat {folder} talks to the model (activate .venv first)")
+        program = "titan-tree" if shutil.which("titan-tree") else f"{sys.executable} -m titan_tree"
+        print(f"      {program} chat {folder} talks to the model")
     return status
 
 

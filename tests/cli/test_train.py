@@ -42,6 +42,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def test_one_process_trains_with_the_overrides(
     words: list[str], module: str, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("titan_tree.run.config.require_inputs", lambda config: None)
     read: list[list[str]] = []
     trained: list[Any] = []
 
@@ -94,6 +95,12 @@ def test_a_wrong_configuration_is_reported_once_before_torchrun_starts(
     assert capsys.readouterr().err == (
         "titan-tree: error: argument 'optimizer.lr=fast': optimizer.lr: expected a number, got 'fast'\n"
     )
+    missing = ["data.files=nothing.jsonl", "nothing.jsonl"], ["model.hf_path=a/b", "hf download a/b"]
+    for word, says in missing:
+        assert cli.main(["train", DEMO, "model.flavor=null", "--nproc", "8", "model.hf_path=.", word]) == 2
+        error = capsys.readouterr().err
+        assert says in error
+        assert error.count("\n") == 1
     assert started == []
 
 

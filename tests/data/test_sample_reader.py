@@ -322,6 +322,18 @@ def test_rewards_that_are_no_numbers_are_named_once_per_file(tmp_path, caplog):
     ]
 
 
+def test_rollouts_alone_in_their_groups_are_named_once_per_file(tmp_path, caplog):
+    rows = [{"tokens": [i, 2], "reward": 1, "group_id": str(group)} for i, group in enumerate((0, 1, 1, 2))]
+    reader = sample_reader(write_lines(tmp_path / "f", rows), advantage="group")
+    for group in reader.files.groups():
+        reader.paths(group)
+    (record,) = caplog.records
+    assert record.getMessage().endswith(
+        "f:1: one rollout is alone in its group, so data.advantage = 'group' sets its advantages to 0; give "
+        "rollouts of the same task one group_id"
+    )
+
+
 def test_doubtful_messages_are_named_once_per_file(tmp_path, caplog):
     def answer(*arguments, **fields):
         calls = [{"function": {"name": "f", "arguments": text}} for text in arguments]

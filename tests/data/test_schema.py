@@ -386,7 +386,7 @@ def test_turns_of_weight_0_make_no_samples(tmp_path):
     plain = paths_of(tmp_path, chat(None, None, None))[0][2]
     assert third.tokens.tolist() == plain.tokens.tolist()  # the turn is still read as context
     assert len(paths_of(tmp_path, chat(0, 1), sample={"turns": "last"})[0]) == 1
-    assert "at least one assistant turn to train on" in error_of(
+    assert "at least one assistant turn to train on, got 1 answer with weight 0" in error_of(
         tmp_path, chat(1, 0), sample={"turns": "last"}
     )
     assert "weight 0 is not supported by turns = 'whole'" in error_of(

@@ -71,11 +71,14 @@ def tree(trunk: list[int]) -> TokenTree:
 def test_a_step_is_prepared_from_lists_of_lists_of_trees():
     step = TreeStep(build_model("qwen3", "debug", vocab_size=16), TreeLoss())
     tree = TokenTree.from_paths([TokenPath([1, 2, 3])])
-    for wrong, got in ((tree, "TokenTree"), ([tree], "list of TokenTree")):
+    wrongs = (tree, "TokenTree"), ([tree], "list of TokenTree"), ([[*tree.paths]], "list of TokenPath")
+    for wrong, got in wrongs:
         with pytest.raises(UserError, match=rf"^TreeStep.prepare: .* got {got}; pass \[\[tree, \.\.\.\]"):
             step.prepare(wrong)
     with pytest.raises(UserError, match=r"^TreeStep.run: expected a StepInput, got list; pass what prepare"):
         step.run([[tree]])
+    with pytest.raises(UserError, match="token id 16 at token 1: expected ids below the model's vocabulary"):
+        step.prepare([[tree, TokenTree.from_paths([TokenPath([1, 16], id="a")])]])
 
 
 def test_scores_have_names():

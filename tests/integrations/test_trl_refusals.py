@@ -133,6 +133,8 @@ def test_adapters_that_cannot_run_on_trees_are_refused(folder: Path, adapter: An
 
 
 def test_a_model_in_place_of_a_trainer_is_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"treeify: expected a trainer .* got the class SFTTrainer; make a"):
+        treeify(SFTTrainer)
     with pytest.raises(UserError, match=r"treeify: expected a trainer .* got Linear; make a trainer of the"):
         treeify(torch.nn.Linear(2, 2))
 

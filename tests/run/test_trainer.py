@@ -75,6 +75,11 @@ def test_a_step_has_the_gradient_of_every_path_alone(tmp_path: Path, reduction: 
     assert result.counts.executed_tokens == sum(len(tree) for trees in micro_batches for tree in trees)
 
 
+def test_a_trainer_takes_a_configuration() -> None:
+    with pytest.raises(UserError, match=r"^Trainer: expected a Config, got str; pass what load_config"):
+        Trainer("my.toml")  # type: ignore[arg-type]
+
+
 def test_batches_are_pinned_only_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[TreeBatch] = []
     monkeypatch.setattr(TreeBatch, "pin_memory", lambda batch: pinned.append(batch) or f"pinned {len(batch)}")

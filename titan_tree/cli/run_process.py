@@ -37,16 +37,19 @@ def start(args: argparse.Namespace, tables: type[C]) -> C:
     """Returns the configuration of a run in this process, or replaces this process by torchrun.
 
     torchrun starts several processes. It would show a wrong configuration as a failure of each of them, so
-    the configuration is loaded before.
+    the configuration is loaded, and its files are looked for, before.
 
     Raises:
-        UserError: the configuration is wrong.
+        UserError: the configuration is wrong, or what it reads is missing.
     """
     from titan_tree.config.toml import load_tables
+    from titan_tree.run.config import require_inputs
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a warning of torch's store prints a stack
     log_to_stdout()
     config = load_tables(tables, args.config, args.overrides)
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # ranks compare what they find
+        require_inputs(config)
     start_torchrun(args)
     return config
 

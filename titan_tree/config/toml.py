@@ -198,6 +198,8 @@ def _read_argument(argument: str) -> tuple[str, Table]:
     names = key.split(".")
     if not separator or not all(names):
         raise UserError(f"{source}: expected key=value, for example training.steps=10")
+    if not text.strip():  # YAML reads null, but a variable of the shell may be unset
+        raise UserError(f"{source}: expected a value after =, got none; null unsets a key")
     with errors_at(source):
         _check_text(text, f"{key:.60}")
     try:

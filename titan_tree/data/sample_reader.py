@@ -41,7 +41,7 @@ from titan_tree.data.schema import (
     turn_weights,
 )
 from titan_tree.data.token_store import STORED, StoredGroup, TokenStore
-from titan_tree.errors import UserError, errors_at, printable, shorten
+from titan_tree.errors import UserError, count, errors_at, printable, shorten
 from titan_tree.tree.path_fields import advantage_array, wrong
 from titan_tree.tree.paths import ModelLimits, TokenPath
 from titan_tree.tree.routed_experts import Replay, has_experts
@@ -297,6 +297,13 @@ class SampleReader:
         ]
         paths, path_owners = [path for *_, path in placed], [owner for _, owner, _ in placed]
         values = advantages(name, paths, rewards, path_owners, **self.config.advantage_options)
+        if len(rewards) == 1 and not any(map(np.any, values)):
+            place = trajectories[0][0].place
+            message = (
+                f"one rollout is alone in its group, so data.advantage = {name!r} sets its advantages to 0; "
+                "give rollouts of the same task one group_id"
+            )
+            warn_once(file_of(place), message, place)
         for (place, _, path), value in zip(placed, values, strict=True):
             with errors_at(place):
                 path.advantage = advantage_array("advantage", value, len(path))
@@ -348,7 +355,8 @@ class SampleReader:
         paths = self.tokenizer.samples(messages, record.get("tools"), **options)
         turns = _trained_turns(messages, paths, options.get("turns", "each"))
         if not turns:
-            raise UserError("messages: expected at least one assistant turn to train on, got none")
+            got = f"{count(len(paths), 'answer')} with weight 0 or filtered" if paths else "none"
+            raise UserError(f"messages: expected at least one assistant turn to train on, got {got}")
         for message_place, doubt in doubtful(messages):
             warn_once(file_of(place), doubt, f"{place}: messages{message_place}")
         self.endings.update(ending(message.get("finish_reason"), "finish_reason") for message in messages)

@@ -49,6 +49,7 @@ from titan_tree.engine.warm_up import warm_up_inputs
 from titan_tree.errors import AgreedError, UserError, require_list
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.paths import ModelLimits
 from titan_tree.tree.token_tree import TokenTree
 
 logger = logging.getLogger(__name__)
@@ -120,9 +121,18 @@ class TreeStep:
         """Partitions and packs the trees of each micro-batch on the host.
 
         It does not communicate with other ranks, so a thread may run it ahead of the step.
+
+        Raises:
+            UserError: something else than lists of trees, or a token id that the model lacks.
         """
         hint = "pass [[tree, ...], ...], a list of trees for each micro-batch"
         require_list(micro_batches, Sequence, "TreeStep.prepare", hint)
+        limits = ModelLimits(vocab_size=self.model.config.vocab_size)
+        for trees in micro_batches:
+            require_list(trees, TokenTree, "TreeStep.prepare", hint)
+            for tree in trees:
+                for path in tree.paths:
+                    path.check_limits(limits)
         step = self.preparer()(micro_batches)
         return step.pin_memory() if self.device.type == "cuda" else step
 

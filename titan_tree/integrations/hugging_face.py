@@ -194,8 +194,9 @@ def _metrics_of(trainer: Any) -> Callable[[int, int], None]:
 def _check_trainer(trainer: Any) -> None:
     """Raises UserError if a setting of the trainer cannot be used on trees."""
     if not isinstance(trainer, Trainer):
+        got = f"the class {trainer.__name__}" if isinstance(trainer, type) else type(trainer).__name__
         raise UserError(
-            f"treeify: expected a trainer of transformers or TRL, got {type(trainer).__name__}; make a "
+            f"treeify: expected a trainer of transformers or TRL, got {got}; make a "
             "trainer of the model, and call treeify(trainer) before trainer.train()"
         )
 

@@ -21,7 +21,7 @@ from titan_tree.config.toml import load_tables, read_tables
 from titan_tree.data.readers import find_files
 from titan_tree.data.settings import DataConfig, PartitionConfig, ValidationConfig
 from titan_tree.distributed.settings import LRSchedulerConfig, OptimizerConfig, ParallelConfig
-from titan_tree.errors import UserError, errors_at
+from titan_tree.errors import UserError, errors_at, missing_snapshot
 from titan_tree.models.settings import LoRAConfig, ModelConfig
 from titan_tree.run.settings import CheckpointConfig, MetricsConfig, ProfilerConfig, TrainingConfig
 
@@ -40,6 +40,13 @@ def paths_read(config: Config) -> list[str]:
     named = [getattr(getattr(config, table), name) for table, name in PATHS if table]
     data = [*(config.data.files or ()), *(config.validation.files or ())]
     return [*(find_files(data) if data else ()), *filter(None, named)]
+
+
+def require_inputs(config: Config) -> None:
+    """Raises UserError if a data file or the snapshot of a run is missing. It does not import torch."""
+    paths_read(config)
+    if (folder := config.model.hf_path) and not os.path.isdir(folder):
+        raise UserError(f"{folder}: {missing_snapshot(folder)}")
 
 
 @dataclass(kw_only=True)

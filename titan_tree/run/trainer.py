@@ -135,6 +135,9 @@ class Trainer:
     loggers: Loggers | None  # None except on rank 0
 
     def __init__(self, config: Config) -> None:
+        if not isinstance(config, Config):
+            got = type(config).__name__
+            raise UserError(f"Trainer: expected a Config, got {got}; pass what load_config returns")
         refuse_in_worker()
         Trainer._newest.close()
         self._open = Trainer._newest = ExitStack()
