@@ -9,22 +9,22 @@ from tests.docs.dense_step import LIST, PAGE, table
 from tests.support.house import circles, counts, traced_step
 
 LIMITS = {
-    "files": 306,
-    "lines": 52_512,
-    "files of the core": 229,
-    "lines of the core": 40_690,
-    "classes": 398,
+    "files": 313,
+    "lines": 55_195,
+    "files of the core": 232,
+    "lines of the core": 42_692,
+    "classes": 413,
     "rooms": 18,
-    "arrows between rooms": 96,
-    "arrows with types": 105,
+    "arrows between rooms": 97,
+    "arrows with types": 106,
     "files in circles": 0,
-    "files reached from the trainer": 158,
-    "lines reached from the trainer": 28_281,
-    "Any": 290,
-    "words of documentation": 43_172,
-    "lines of tests": 45_554,
-    "files acting in a dense step": 83,
-    "classes acting in a dense step": 72,
+    "files reached from the trainer": 159,
+    "lines reached from the trainer": 29_516,
+    "Any": 314,
+    "words of documentation": 45_546,
+    "lines of tests": 48_477,
+    "files acting in a dense step": 84,
+    "classes acting in a dense step": 75,
 }
 
 

@@ -384,3 +384,9 @@ def assert_says(action: object, says: list[str]) -> None:
     assert "\n" not in message
     for words in says:
         assert words in message, f"{words!r} not in {message!r}"
+
+
+def test_an_interval_of_validations_needs_files(file: Path) -> None:
+    with pytest.raises(UserError, match=r"validation\.files: expected files beside validation\.interval"):
+        load_config(file, ["validation.interval=5"])
+    assert load_config(file, ["validation.interval=0"]).validation.files is None

@@ -20,7 +20,7 @@ from titan_tree import Trainer, TreeTokenizer
 from titan_tree.cli import main
 from titan_tree.components.tree_loss.settings import LOSSES
 from titan_tree.config import plugins
-from titan_tree.config.plugins import import_plugins, imports_refused
+from titan_tree.config.plugins import calling, import_plugins, imports_refused
 from titan_tree.config.toml import dump_config, load_tables
 from titan_tree.data import demo
 from titan_tree.data.settings import ADVANTAGES
@@ -30,6 +30,7 @@ from titan_tree.rl.settings import RLRunConfig
 from titan_tree.run.config import load_any, load_config, load_stored
 from titan_tree.run.metrics.step_metrics import METRICS
 from titan_tree.run.rank_facts import _facts
+from titan_tree.signals import Interrupted
 
 PARTS = """
 from titan_tree.run.metrics.step_metrics import METRICS
@@ -360,3 +361,22 @@ def test_every_kind_of_part_can_be_the_users_own(folder: Path) -> None:
     once |= {"metric": 3, "environment": 2}
     assert once.items() <= calls.items()
     assert calls.keys() - once == {"attention", "recurrence", "loss", "reader", "advantage"}
+
+
+class OwnEnd(BaseException):
+    """An end that a plugin invented, which is no Exception."""
+
+
+@pytest.mark.parametrize("error", [OwnEnd("now"), SystemExit(3), ValueError("wrong")])
+def test_whatever_code_of_the_user_raises_is_one_line(error):
+    with (
+        pytest.raises(UserError, match=rf"^loss 'mine': .*: {type(error).__name__}: {error}$"),
+        calling("loss 'mine'"),
+    ):
+        raise error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Interrupted(15)])
+def test_signals_pass_code_of_the_user(error):
+    with pytest.raises((KeyboardInterrupt, Interrupted)), calling("loss 'mine'"):
+        raise error

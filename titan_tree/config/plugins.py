@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from titan_tree.errors import UserError, shorten, unknown_name
+from titan_tree.signals import Interrupted
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -97,7 +98,9 @@ def calling(where: str, passed: tuple[type[Exception], ...] = ()) -> Iterator[No
     enabled = torch and torch.is_grad_enabled()
     try:
         yield
-    except (Exception, SystemExit) as error:
+    except (KeyboardInterrupt, GeneratorExit, Interrupted):
+        raise
+    except BaseException as error:
         lacks_memory = isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError))
         if lacks_memory or isinstance(error, (UserError, *passed)):
             raise

@@ -146,3 +146,5 @@ class ValidationConfig(Checked, table="validation"):
         if isinstance(self.files, str):
             self.files = [self.files]
         super().__post_init__()
+        is_default = self.interval in (0, 100)
+        require(self.files or is_default, "validation.files", "files beside validation.interval", "none")

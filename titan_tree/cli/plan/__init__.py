@@ -26,7 +26,7 @@ from typing import Any
 
 from titan_tree.cli.data_arguments import add_overrides, add_plugins_argument
 from titan_tree.cli.plan.device import CPU, device_memory
-from titan_tree.errors import UserError, warnings_hidden
+from titan_tree.errors import UserError, count, warnings_hidden
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +88,7 @@ def _print(plan: dict[str, Any]) -> None:
         [
             ("model", f"{plan['model']}, {plan['parameters']:,} parameters"),
             ("GPUs", f"{plan['gpus']} x {plan['gpu']}"),
-            ("sample", f"{plan['groups']:,} groups in {plan['steps']:,} optimizer step(s)"),
+            ("sample", f"{count(plan['groups'], 'group')} in {count(plan['steps'], 'optimizer step')}"),
             ("tokens of a step", f"{executed:,.0f} executed, {leaf:,.0f} of leaf paths"),
             ("tokens of all paths", f"{plan['logical_tokens']:,.0f} in a step"),
             ("POR, sample POR", f"{plan['por']:.1%}, {plan['por_samples']:.1%}: the shares that trees save"),
