@@ -44,7 +44,8 @@ class HybridConfig(GatedDeltaNetConfig):
         "attn_output_gate": (True,),
         "output_gate_type": ("swish", "silu"),
     }
-    hf_read: ClassVar[tuple[str, ...]] = ("layer_types",)
+    # Tiny and text-only snapshots of transformers name a shared expert that dense models lack.
+    hf_read: ClassVar[tuple[str, ...]] = ("layer_types", "shared_expert_intermediate_size")
 
     head_dim: int = setting(256, positive_int)
     rope_theta: float = setting(1e7, positive_number)

@@ -74,10 +74,6 @@ class Config:
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
     def __post_init__(self) -> None:
-        if self.training.dtype == "auto":
-            import torch  # other settings are checked without it
-
-            self.training.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
         for table, name in PATHS:
             owner = getattr(self, table) if table else self
             if isinstance(path := getattr(owner, name), str):

@@ -41,6 +41,10 @@ class TrainingConfig(Checked, table="training"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.dtype == "auto":
+            import torch  # a set dtype is checked without it
+
+            self.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
         require(
             self.steps is None or self.epochs is None,
             "training.steps",
