@@ -152,7 +152,7 @@ def _correct(draw: random.Random) -> dict[str, Any]:
     tokens = [draw.randrange(8, 1000) for _ in range(draw.randrange(LIMIT))] + [STOP]
     logprobs = [-draw.expovariate(1.0) for _ in tokens]
     choice = {"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}, "finish_reason": "stop"}
-    return {"choices": [choice], "usage": {"completion_tokens": len(tokens)}}
+    return {"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": len(tokens)}}
 
 
 def _spellings() -> list[str]:
