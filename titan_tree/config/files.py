@@ -61,10 +61,13 @@ def check_output(
     """
     file = Path(os.path.realpath(path))
     names_folder = str(path).endswith("/")  # also a new one
-    if not os.path.lexists(file) and not names_folder:
-        return
-    if names_folder or not file.is_file():
+    try:
         mode = stat.S_IFDIR if names_folder else os.lstat(file).st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}; give another name") from None
+    if not stat.S_ISREG(mode):
         kind = NO_OUTPUTS.get(stat.S_IFMT(mode), "a socket")
         raise UserError(f"{path}: expected the name of a file to write, got {kind.partition(';')[0]}")
     read = {_identity(name) for name in inputs if os.path.exists(name)}
