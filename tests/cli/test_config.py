@@ -112,7 +112,7 @@ def test_names_of_files_that_no_configuration_holds_are_refused(capsys: pytest.C
         Path(name).write_text(json.dumps(ONE))
         assert main(["config", "--model", "qwen3:debug", "--data", name, "-o", "my.toml"]) == 2
         error = capsys.readouterr().err
-        assert error.startswith("titan-tree: error: data.files: ")
+        assert error.startswith("titan-tree: error: argument data.files: data.files[0]: ")
         assert expected in error
         assert not Path("my.toml").exists()
 

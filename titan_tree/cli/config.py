@@ -167,7 +167,7 @@ def advice(out: str, unscored: list[str]) -> str:
 def written(values: Mapping[str, Any], notes: Sequence[str]) -> str:
     """Returns a TOML file with a comment above each key, and ``notes`` at its beginning."""
     from titan_tree.cli.reference import tables
-    from titan_tree.config.toml import check_value, toml_value
+    from titan_tree.config.toml import toml_value
 
     lines = [
         *(f"# {line}" for note in notes for line in _filled(note, "")),
@@ -180,6 +180,5 @@ def written(values: Mapping[str, Any], notes: Sequence[str]) -> str:
             lines += ["", f"[{table.name}]"]
         for key in keys:
             lines += [f"# {line}" for line in _filled(key.meaning, "")]
-            check_value(left[key.name], key.name)
             lines.append(f"{key.name.rpartition('.')[2]} = {toml_value(left.pop(key.name))}")
     return "\n".join(lines) + "\n"

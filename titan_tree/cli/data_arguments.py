@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import glob
-import json
 import os
 import re
 import sys
@@ -20,6 +19,7 @@ from titan_tree.errors import UserError, missing_snapshot, printable, shorten
 from titan_tree.models.settings import MODELS
 
 if TYPE_CHECKING:  # functions import what --help does not need
+    from titan_tree.config.toml import Override
     from titan_tree.data.readers import OpenFile
     from titan_tree.models.tree_model import TreeModel
 
@@ -87,7 +87,7 @@ def data_config(args: argparse.Namespace) -> DataConfig:
     return load_tables(DataTables, os.devnull, with_arguments(values, args.overrides)).data
 
 
-def with_arguments(values: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
+def with_arguments(values: Mapping[str, Any], overrides: Sequence[str]) -> list[Override]:
     """Returns the overrides, with those for which a command has arguments of its own.
 
     Raises:
@@ -96,7 +96,7 @@ def with_arguments(values: Mapping[str, Any], overrides: Sequence[str]) -> list[
     for word in overrides:
         if (key := word.lstrip("-").partition("=")[0]) in values:
             raise UserError(f"{key}: set twice, by an argument of its own and as {shorten(word)}; remove one")
-    return [*overrides, *(f"{key}={json.dumps(value)}" for key, value in values.items())]
+    return [*overrides, *values.items()]
 
 
 def named_model(model: str) -> TreeModel:

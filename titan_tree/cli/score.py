@@ -52,8 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Runs ``titan-tree score``. Raises UserError for wrong input or an existing file."""
     # These import torch, which --help does not need.
+    from titan_tree.config.toml import load_tables
     from titan_tree.data.readers import open_binary
-    from titan_tree.run.config import load_config, stored_code_refused
+    from titan_tree.run.config import Config, stored_code_refused
     from titan_tree.scoring.score_files import score_files
 
     if not (args.model or args.config):
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
     if args.model:
         values |= {"model.hf_path": args.model, "model.flavor": None}
     with stored_code_refused(args.config, args.plugins):
-        config = load_config(args.config or os.devnull, with_arguments(values, args.overrides))
+        config = load_tables(Config, args.config or os.devnull, with_arguments(values, args.overrides))
         with nullcontext(open_binary) if rank() else progress_bar() as open_file:
             totals = score_files(
                 config,

@@ -22,7 +22,7 @@ from titan_tree.data.settings import DataConfig
 from titan_tree.data.token_store import STORED
 from titan_tree.errors import UserError, did_you_mean
 from titan_tree.run.build import build_loss, build_reader, build_tokenizer
-from titan_tree.run.config import load_config
+from titan_tree.run.config import Config
 
 LOOK_AT = 64  # groups of the data that are rendered, as training does
 MIN_STEPS = 8  # of a run
@@ -164,7 +164,7 @@ def settings(
         if own in chosen:  # the other one may not go together with it
             del values[other]
     values = {key: value for key, value in values.items() if key not in chosen - {"data.ignore_fields"}}
-    config = load_config(os.devnull, [*overrides, *with_arguments(values, ())])
+    config = load_tables(Config, os.devnull, [*overrides, *values.items()])
     for key in _keys(overrides):
         values[key] = attrgetter(key)(config)
     build_loss(config.loss)

@@ -79,17 +79,19 @@ EXPECTED = {
 }
 
 
+Override = str | tuple[str, object]  # key=value as text, or the two
 _PATTERN = re.compile(r"(?:^|(?<=[\[,:\s]))\*[^\],\s]*")  # [*], *.jsonl: for YAML, * begins an alias
 
 
 def load_tables(
-    tables: type[D], path: str | Path, overrides: Sequence[str] = (), skip: Collection[str] = ()
+    tables: type[D], path: str | Path, overrides: Sequence[Override] = (), skip: Collection[str] = ()
 ) -> D:
     """Returns the configuration of a TOML file, with overrides applied.
 
     Args:
         tables: the dataclass of the whole configuration.
-        path, overrides: see ``titan_tree.load_config``.
+        path: see ``titan_tree.load_config``.
+        overrides: as for ``load_config``, or keys with their values.
         skip: tables of the file that are ignored.
 
     Raises:
@@ -146,7 +148,7 @@ def toml_value(value: object) -> str:
     return json.dumps(value)  # TOML writes strings, numbers and booleans like JSON
 
 
-def read_tables(path: str | Path, overrides: Sequence[str]) -> list[tuple[str, Table]]:
+def read_tables(path: str | Path, overrides: Sequence[Override]) -> list[tuple[str, Table]]:
     """Returns the tables of the file and of each argument, with a name for error messages."""
     path = find_config(path)
     return [(str(path), _read_file(path)), *map(_read_argument, overrides)]
@@ -189,8 +191,11 @@ def _read_file(path: str | Path) -> Table:
         raise UserError(f"{path}: not valid TOML: {error}{hint}") from None
 
 
-def _read_argument(argument: str) -> tuple[str, Table]:
+def _read_argument(argument: Override) -> tuple[str, Table]:
     """Returns a name of the argument for error messages, and the tables that it sets."""
+    if isinstance(argument, tuple):
+        key, value = argument
+        return f"argument {key}", _nested(key.split("."), value)
     key, separator, text = argument.lstrip("-").partition("=")
     if re.search(r"key|password|secret|credential|auth|(?<![a-z])token(?![a-z])", key, re.IGNORECASE):
         keep_secret(text)
@@ -209,10 +214,15 @@ def _read_argument(argument: str) -> tuple[str, Table]:
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError):
         raise UserError(f"{source}: the value is not valid YAML") from None
     # YAML spells these numbers .inf and .nan, but Python and TOML do not.
-    table = {names[-1]: float(text) if text in ("inf", "-inf", "nan") else parsed["value"]}
+    value = float(text) if text in ("inf", "-inf", "nan") else parsed["value"]
+    return source, _nested(names, value)
+
+
+def _nested(names: Sequence[str], value: object) -> Table:
+    table: Table = {names[-1]: value}
     for name in reversed(names[:-1]):
         table = {name: table}
-    return source, table
+    return table
 
 
 class _Schema(NamedTuple):
@@ -251,7 +261,7 @@ class _Schema(NamedTuple):
                 yield from self.settings(value, key)
             else:
                 _check_type(value, self.types[key], key)
-                check_value(value, key)
+                _check_value(value, key)
                 yield key, value
 
     def build(self, make: Callable[..., D], declared: type[D], values: Table, name: str = "") -> D:
@@ -304,7 +314,7 @@ def _check_type(value: object, hint: object, key: str) -> None:
             _check_type(item, get_args(kinds[0])[0], f"{key}[{index}]")
 
 
-def check_value(value: object, key: str) -> None:
+def _check_value(value: object, key: str) -> None:
     """Raises UserError for a value that no key can have."""
     if isinstance(value, str):
         _check_text(value, key)
@@ -312,12 +322,12 @@ def check_value(value: object, key: str) -> None:
         require(-(2**63) <= value < 2**63, key, "an integer of at most 64 bits", shorten(value))
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            check_value(item, f"{key}[{index}]")
+            _check_value(item, f"{key}[{index}]")
     elif isinstance(value, dict):
         for name, item in value.items():
             require(isinstance(name, str), key, "names as the keys of a table", shorten(name))
             _check_text(name, key)
-            check_value(item, f"{key}.{name:.60}")
+            _check_value(item, f"{key}.{name:.60}")
     else:  # such as a date
         expected = "a string, a number, true, false, a list or a table"
         require(isinstance(value, float | None), key, expected, shorten(value))
