@@ -10,19 +10,19 @@ from tests.support.house import circles, counts, traced_step
 
 LIMITS = {
     "files": 313,
-    "lines": 55_197,
+    "lines": 55_209,
     "files of the core": 232,
-    "lines of the core": 42_694,
+    "lines of the core": 42_706,
     "classes": 413,
     "rooms": 18,
     "arrows between rooms": 97,
     "arrows with types": 106,
     "files in circles": 0,
     "files reached from the trainer": 159,
-    "lines reached from the trainer": 29_518,
+    "lines reached from the trainer": 29_529,
     "Any": 314,
     "words of documentation": 45_546,
-    "lines of tests": 48_477,
+    "lines of tests": 48_487,
     "files acting in a dense step": 84,
     "classes acting in a dense step": 75,
 }

@@ -386,7 +386,8 @@ def test_names_are_text_and_plots_are_drawn(page: Any) -> None:
     assert page.locator("#curves canvas").first.bounding_box()["y"] < 400
     assert page.locator("#more-curves summary").inner_text() == "1 more"
     page.locator("#more-curves summary").click()
-    assert page.locator("#more-curves canvas").bounding_box()["width"] > 100
+    width = "document.querySelector('#more-curves canvas')?.getBoundingClientRect().width"
+    page.wait_for_function(f"{width} > 100")  # the plot is drawn when it is first shown
     assert page.locator("details mark").first.text_content() == "an answer"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from tests.support.cases import for_each
 from titan_tree.errors import UserError
@@ -115,7 +116,11 @@ def test_a_new_run_replaces_the_csv_of_an_earlier_run(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.csv").read_text() == "step,loss\n1,0.5\n"
 
 
-def test_tensorboard_holds_each_step_once_after_a_resume(tmp_path: Path) -> None:
+def test_tensorboard_holds_each_step_once_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Names of files of the same second and process end in a count, and TensorBoard sorts 10 before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     first = TensorBoardLogger(tmp_path, 0, 9)
     for step in (1, 2, 3):
         first.log(step, {"loss": step / 4, "lr": 0.5})
