@@ -48,7 +48,7 @@ def page() -> str:
         of_rl = [table for table in tables() if (table.module == "titan_tree.rl.settings") == (title == RL)]
         shown = [table for table in of_rl if table.name.partition(".")[0] in names]
         files = dict.fromkeys(table.module.replace(".", "/") + ".py" for table in shown)
-        links = ", ".join(f"[`{file}`](../{file})" for file in files)
+        links = ",\n".join(f"[`{file}`](../{file})" for file in files)
         parts.append(f"## {title}\n\nDeclared in {links}.\n\n")
         parts += map(_section, shown)
     return "".join(parts).rstrip("\n") + "\n"

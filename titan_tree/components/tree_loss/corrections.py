@@ -26,13 +26,13 @@ class KLPenalty(Checked, table="loss.kl"):
     """A penalty for diverging from a reference policy (docs/components/losses.md).
 
     As a term of the loss, k1 has an expected gradient of 0 on policy, k2 that of KL(new || reference), and
-    k3 another one, which GRPO uses; it is at most ``MAX_K3``. With ``importance``, the expected gradient of
+    k3 another one, which GRPO uses. k3 is at most ``MAX_K3``. With ``importance``, the expected gradient of
     each estimate is that of KL(new || reference) for k1 and k3, also off policy (DeepSeek-V3.2).
     """
 
     # Factor of the penalty, which needs ref_logprobs. 0: off.
     coefficient: float = setting(0.0, finite, at_least(0))
-    # Estimator of the KL divergence. "k3" is at most 10 nats, and a token beyond that has no gradient of it.
+    # Estimator of the KL divergence. "k3" is at most 10 nats; beyond that, it has no gradient.
     estimator: Literal["k1", "k2", "k3"] = "k3"
     # Multiply the estimate by p / p_old, at most exp(20), for tokens of an older policy.
     importance: bool = False
