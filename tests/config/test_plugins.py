@@ -364,7 +364,7 @@ def test_every_kind_of_part_can_be_the_users_own(folder: Path) -> None:
 
 
 class OwnEnd(BaseException):
-    """An end that a plugin invented, which is no Exception."""
+    """An exception of a plugin that does not derive from Exception."""
 
 
 @pytest.mark.parametrize("error", [OwnEnd("now"), SystemExit(3), ValueError("wrong")])

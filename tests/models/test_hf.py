@@ -138,7 +138,7 @@ class OwnTokenizer(PreTrainedTokenizer):
 def test_exports_of_snapshots_with_code_of_their_own_load(
     snapshot, implementation, tmp_path, monkeypatch, caplog
 ):
-    """The tokenizer's code and files come along. The model's code is not named, because it has not run."""
+    """An export has the tokenizer's code and files. Its config.json does not name the model's own code."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(tmp_path / "modules")
     for name, code in OWN_CODE.items():

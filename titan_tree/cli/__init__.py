@@ -59,7 +59,7 @@ EXAMPLES = """examples:
 
 
 class Finished(SystemExit):
-    """All that there is to say was printed, for --help, or by a process that the command started."""
+    """The output is complete, because --help or a process that the command started has printed it."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -184,7 +184,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _keys_of(option: str, prefix: str) -> str:
-    """Returns the keys of a configuration, of those that begin with ``prefix``, that an option may mean."""
+    """Returns the keys of a configuration that begin with ``prefix`` and that an option may mean."""
     from titan_tree.cli.reference import tables
 
     name = option.lstrip("-").partition("=")[0].replace("-", "_")

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from titan_tree.run.saved_model import SavedModel
 
 SHOWN_CHARACTERS = 600  # of a task's prompt; the end counts
-SCORED_GROUPS = 8  # among whose samples --task looks for the best learned,
-TRIES = 8  # and how many of them it answers
+SCORED_GROUPS = 8  # groups of the data whose samples --task scores
+TRIES = 8  # best-learned samples that --task answers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

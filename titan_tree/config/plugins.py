@@ -86,9 +86,9 @@ def import_plugin(module: str) -> ModuleType:
 
 @contextmanager
 def calling(where: str, passed: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Calls code of the user within a ``with`` statement: what it raises becomes a UserError of one line.
+    """Calls code of the user within a ``with`` statement. Its exceptions become a UserError of one line.
 
-    ``sys.exit`` is no end of a run, and what the code sets for autograd holds only within the statement.
+    ``sys.exit`` does not end the run. The mode of autograd is restored after the statement.
 
     Args:
         where: the key that named the code, its name, and what it is called with.

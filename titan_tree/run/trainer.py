@@ -92,7 +92,7 @@ class Trainer:
     """Trains the model that ``config`` describes, starting from the newest checkpoint if there is one.
 
     The constructor joins the process group that torchrun describes, and ``close`` leaves it. Every rank makes
-    the same calls. A process has one open trainer: the constructor closes the one before, which may have
+    the same calls. A process has one open trainer: the constructor closes an earlier one, even if that one
     failed.
 
     Raises:

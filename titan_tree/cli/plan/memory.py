@@ -54,7 +54,7 @@ class MemoryPlan:
         gpus: number of GPUs.
         layers: what the layers of ``model`` keep.
         steps: the sizes of the steps.
-        on_cpu: whether processes of a CPU take the place of GPUs.
+        on_cpu: whether each rank is a process on a CPU, and has no GPU.
     """
 
     def __init__(

@@ -29,11 +29,11 @@ class Marks(NamedTuple):
     fields: list[tuple[str, str]]
 
     def missing(self, text: str) -> str | None:
-        """Returns the first field whose mark the text, in lower case, does not have."""
+        """Returns the first field whose mark is missing in the text, which is in lower case."""
         return next((field for field, mark in self.fields if mark not in text), None)
 
     def last(self, text: str) -> str:
-        """Returns the mark behind which the text has no other."""
+        """Returns the last mark in the text."""
         return max((mark for _, mark in self.fields), key=text.rfind)
 
 
@@ -47,7 +47,7 @@ class Probe:
         self.messages, self.marks = [m for m, _ in planted], [marks for _, marks in planted]
 
     def message(self, message: Message) -> tuple[Message, Marks]:
-        """Returns a message with marks, and the marks that a prompt must have: not those of thoughts."""
+        """Returns a message with marks, and the marks that a prompt must show: all but those of thoughts."""
         marks: list[tuple[str, str]] = []
         planted = {field: value for field, value in message.items() if field != "prefill"}
         if message.get("reasoning_content"):
@@ -103,7 +103,7 @@ def check_context(
 ) -> None:
     """Raises UserError unless the prompts of these turns show all messages, calls, results and tools.
 
-    Thoughts of earlier turns may be missing: templates drop them on purpose, and the model saw none, either.
+    Thoughts of earlier turns may be missing: templates drop them on purpose, so the model did not see them.
     """
     shared = repr(sorted(variables.items())), frozenset(map(_tool_form, tools or ()))
     shown = template.shown.get(shared)
@@ -112,7 +112,7 @@ def check_context(
     if shown is not None and not new:
         return
     probe = Probe(messages, tools)
-    # The next prompt behind each message of a new kind, and the last one.
+    # The next prompt after each message of a new kind, and the last prompt.
     chosen = sorted({next(turn for turn in turns if turn > index) for index in new} | {turns[-1]})
     try:
         prompts = list(template.prefixes(probe.messages, probe.tools, [(t, True) for t in chosen], variables))
@@ -133,7 +133,7 @@ def check_context(
 
 
 def _kinds(messages: Sequence[Message]) -> Iterator[Hashable]:
-    """Yields the kind of each message: on what may depend whether a template shows it."""
+    """Yields the kind of each message. Templates show or hide all messages of one kind."""
     users = [index for index, message in enumerate(messages) if message["role"] == "user"]
     last_user = users[-1] if users else -1
     seen, before = set(), None
@@ -196,9 +196,9 @@ def find_end(
 ) -> End:
     """Returns where the template ends an answer.
 
-    An engine stops at one of ``stops`` in front of the next message. If none is there, it is the last of the
-    control tokens that stand behind the answer whether or not a message follows: not a mark of the end of a
-    whole text. If nothing stands there, it is the mark of the next role, as in GLM-4.5.
+    This is the first of ``stops`` between the answer and the next message. If there is none, it is the last
+    control token that follows the answer both with and without a next message. This excludes a token that
+    ends a whole text. If there is no such token, it is the mark of the next role, as in GLM-4.5.
 
     Args:
         messages: the last one is the answer.

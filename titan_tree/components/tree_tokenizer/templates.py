@@ -45,9 +45,9 @@ class End(NamedTuple):
 
     Attributes:
         token: the token at which an engine stops, or "" if the template has none.
-        added: the text that a finished answer gets, if the template writes the token only in front of the
-            next message; else "".
-        times: how often the token stands behind an answer that is the last message. The first one ends it.
+        added: the text to add to a finished answer if the template writes the token only before the next
+            message; otherwise "".
+        times: how often the template writes the token after a last answer. Only the first one is trained.
     """
 
     token: str
@@ -59,8 +59,8 @@ class CallForm(NamedTuple):
     """How tool calls are given to a chat template: the first form in which it shows them.
 
     Attributes:
-        as_text: arguments are JSON text, which templates as DeepSeek's concatenate, and not an object.
-        null_content: the content beside calls is null if it is empty.
+        as_text: whether arguments are JSON text, as DeepSeek's templates need, and not an object.
+        null_content: whether empty content beside calls is null.
     """
 
     as_text: bool = False
@@ -179,7 +179,7 @@ class ChatTemplate:
         """Yields the text of each prefix, given as (number of messages, ``add_generation_prompt``).
 
         One request renders all of them. An error in the template is raised in place of its text. Reasoning
-        has all names that the template reads, such as ``thinking`` in gpt-oss's.
+        is given under all names that the template reads, such as ``thinking`` in gpt-oss's.
         """
         if unknown := sorted(variables.keys() - self.variables):
             raise UserError(

@@ -63,7 +63,7 @@ def _expected(path: Path) -> str:
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Logs what a snapshot or an adapter asks for and does not get. Each file is read several times."""
+    """Logs a warning about a snapshot or an adapter once, although its files are read several times."""
     logger.warning(message)
 
 

@@ -41,7 +41,7 @@ class Logger:
 
 
 class Tracker(Logger):
-    """Base class of loggers to a tracker. A resumed run continues the tracker's run, whose id a file has.
+    """Base class of loggers to a tracker. A resumed run continues the tracker's run, whose id is in a file.
 
     A tracker removes no values. Steps that a resumed run repeats have equal values, unless the configuration
     has changed. ``RunFolder`` then sets the file aside, so that the tracker gets a new run.

@@ -29,7 +29,7 @@ except ImportError as error:
 class MlflowLogger(Tracker):
     """Logs to the MLflow run whose id is in the folder's file mlflow_run_id; see ``Tracker``.
 
-    Steps that a resumed run repeats are there twice, with equal numbers.
+    Steps that a resumed run repeats appear twice, with equal numbers.
     """
 
     file_name = "mlflow_run_id"

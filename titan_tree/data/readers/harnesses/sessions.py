@@ -57,7 +57,7 @@ class Event:
 
     @property
     def is_answer(self) -> bool:
-        """Whether it has something to train. An empty answer has not, and what a compaction keeps neither."""
+        """Whether it has something to train. Empty answers and those that a compaction keeps do not."""
         return any(m["role"] == "assistant" and m.get("weight") != 0 and _has_text(m) for m in self.messages)
 
 
