@@ -21,7 +21,7 @@ LIMITS = {
     "files reached from the trainer": 159,
     "lines reached from the trainer": 29_529,
     "Any": 314,
-    "words of documentation": 45_512,
+    "words of documentation": 45_516,
     "lines of tests": 48_487,
     "files acting in a dense step": 84,
     "classes acting in a dense step": 75,
