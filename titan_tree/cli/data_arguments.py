@@ -39,6 +39,11 @@ def is_override(word: str) -> bool:
     return bool(separator and is_key and not os.path.lexists(word) and not glob.glob(word))
 
 
+def key_of(override: str) -> str:
+    """Returns the key that key=value sets; dashes may precede it."""
+    return override.lstrip("-").partition("=")[0]
+
+
 def add_data_arguments(parser: argparse.ArgumentParser, files: str = FILES, metavar: str = "FILE") -> None:
     """Declares the files, and how they become samples: keys of [data], of which three have options.
 
@@ -94,7 +99,7 @@ def with_arguments(values: Mapping[str, Any], overrides: Sequence[str]) -> list[
         UserError: an override sets one of these keys as well.
     """
     for word in overrides:
-        if (key := word.lstrip("-").partition("=")[0]) in values:
+        if (key := key_of(word)) in values:
             raise UserError(f"{key}: set twice, by an argument of its own and as {shorten(word)}; remove one")
     return [*overrides, *values.items()]
 
