@@ -19,7 +19,7 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from titan_tree.cli.data_arguments import add_plugins_argument
+from titan_tree.cli.data_arguments import add_plugins_argument, count_to
 from titan_tree.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="the folder of a run, a checkpoint or a Hugging Face snapshot")
     add("--system", metavar="TEXT", help="a system message (default: none)")
-    add("--max-tokens", type=_positive, default=512, metavar="N", help="of an answer")
+    add("--max-tokens", type=count_to(10**9), default=512, metavar="N", help="of an answer")
     add(
         "--temperature",
         type=_temperature,
@@ -199,12 +199,6 @@ def _lines() -> Iterator[str]:
             yield input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
             return
-
-
-def _positive(text: str) -> int:
-    if text.isascii() and text.isdecimal() and int(text):
-        return int(text)
-    raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
 
 
 def _temperature(text: str) -> float:

@@ -7,7 +7,7 @@ import glob
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +74,17 @@ def add_plugins_argument(parser: argparse.ArgumentParser) -> None:
 def add_force_argument(parser: argparse.ArgumentParser) -> None:
     """Declares the user's word that an existing file may be replaced."""
     parser.add_argument("--force", action="store_true", help="replace a file that the command did not write")
+
+
+def count_to(most: int) -> Callable[[str], int]:
+    """Returns the type of an argument that is an integer from 1 to ``most``."""
+
+    def count(text: str) -> int:
+        if text.isascii() and text.isdecimal() and len(text) <= len(str(most)) and 0 < int(text) <= most:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"expected an integer from 1 to {most:,}, got {text!r:.60}")
+
+    return count
 
 
 @dataclass(kw_only=True)
