@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -131,18 +131,15 @@ def test_other_runs_equal_the_trainer(tmp_path: Path, options: dict[str, Any]) -
     OPTIMIZERS.register("sgd", OptimizerSpec(import_class=lambda: torch.optim.SGD))
     config = tiny_config(tmp_path, checkpoint__export_hf=options is EPOCHS, **options)
     theirs = Trainer(config)
-
-    def ending() -> AbstractContextManager[object]:
-        return pytest.raises(UserError, match="were skipped") if options is NOT_FINITE else nullcontext()
-
-    with ending():
+    ends = pytest.raises(UserError, match="were skipped") if options is NOT_FINITE else nullcontext()
+    with ends:
         theirs.train()
     want = expected(config)
     assert any("bad_steps" in values for values in want.values()) == (options in (BAD_STEP, NOT_FINITE))
     export = Path(config.folder) / "hf" / "model.safetensors"
     exported = export.read_bytes() if options is EPOCHS else b""
     trainer = lightning_trainer(tmp_path)
-    with ending():
+    with ends:
         fit(config, trainer)
     assert trainer.global_step == theirs.num_steps
     got = logged(tmp_path)

@@ -95,9 +95,7 @@ class Survey:
             advantage: ``data.advantage`` of the configuration.
         """
         known = KNOWN["a conversation"] | KNOWN["token ids"]
-        names = [
-            f"{name} ({number:,}{did_you_mean(name, known)})" for name, number in sorted(self.unknown.items())
-        ]
+        names = [f"{name} ({n:,}{did_you_mean(name, known)})" for name, n in sorted(self.unknown.items())]
         if names:
             yield f"fields that are ignored: {', '.join(names)}"
         used = {READS.get(self.loss), "reward" if advantage != "given" else self.is_rl and "advantage"}
@@ -178,9 +176,8 @@ def _suggested(
     """Returns keys and values that suit the model, the data and this machine."""
     is_folder, on_gpu = Path(model).is_dir(), torch.cuda.is_available()
     name, _, flavor = model.partition(":")
-    values: dict[str, Any] = (
-        {"model.hf_path": model} if is_folder else {"model.name": name, "model.flavor": flavor}
-    )
+    family = {"model.name": name, "model.flavor": flavor}
+    values: dict[str, Any] = {"model.hf_path": model} if is_folder else family
     if not is_folder and any(map(holds_conversations, survey.first)):
         values["data.tokenizer"] = "byte"
     if survey.has_rewards:
