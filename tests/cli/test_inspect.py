@@ -234,7 +234,7 @@ def test_it_runs_as_a_module(file):
         text=True,
     )
     assert run.returncode == 2
-    assert "--limit: expected at least 1, got 0" in run.stderr
+    assert "--limit: expected an integer from 1 to 1,000,000,000, got '0'" in run.stderr
 
 
 def test_show_prints_a_sample_with_its_trained_tokens(capsys, file):

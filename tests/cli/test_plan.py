@@ -205,8 +205,7 @@ def test_a_router_without_balance_needs_more(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([DEMO, "--gpus", "0"], "--gpus: expected an integer from 1 to 1,000,000, got '0'"),
-        ([DEMO, "--gpus", "two"], "--gpus: expected an integer from 1 to 1,000,000, got 'two'"),
+        ([DEMO, "--gpus", "9" * 5000], "--gpus: expected an integer from 1 to 1,000,000, got '999"),
         ([DEMO, "--gpus", "1", "--groups", "-1"], "--groups: expected an integer"),
         ([DEMO, "--gpus", "1", "--gpu", "b300"], "--gpu: expected h200, h100, cpu or a number of GiB"),
         (["missing.toml", "--gpus", "1"], "unknown configuration file 'missing.toml' (known: "),

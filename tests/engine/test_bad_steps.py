@@ -102,7 +102,7 @@ def test_a_bad_step_changes_only_the_position(
     assert [row["bad_steps"] for row in rows] == ["", "1", "", ""]
     assert [bool(row["loss"]) for row in rows] == [True, False, True, True]
     assert trainer.progress.step == 4
-    assert trainer.steps_trained == 3
+    assert trainer.optimizer_step.good_steps == 3
     assert any(line.endswith("; skipped 1 bad step") for line in caplog.messages)
 
 
@@ -193,7 +193,7 @@ def test_two_ranks_skip_the_same_steps_as_one(tmp_path: Path, caplog: pytest.Log
         assert json.loads((tmp_path / "two" / f"{name}-0.json").read_text()) == lines
         assert json.loads((tmp_path / "two" / f"{name}-1.json").read_text()) == []
         two = train(pair_config(tmp_path / "two", name, **alone))  # no step is left
-        assert not two.steps_trained
+        assert not two.optimizer_step.good_steps
         for (label, ours), theirs in zip(
             two.model.state_dict().items(), one.model.state_dict().values(), strict=True
         ):

@@ -88,7 +88,7 @@ def test_checkpoints_hold_adapters_only_and_resume_exactly(tmp_path: Path) -> No
     first = tiny_config(tmp_path / "two", **LORA | options | {"training__steps": 3})
     train(first)
     resumed = train(tiny_config(tmp_path / "two", **LORA | options))
-    assert resumed.steps_trained == 3
+    assert resumed.optimizer_step.good_steps == 3
     assert read_metrics(resumed.config) == read_metrics(whole.config)
     for (name, got), want in zip(
         resumed.model.state_dict().items(), whole.model.state_dict().values(), strict=True

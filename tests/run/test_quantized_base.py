@@ -164,7 +164,7 @@ def test_a_run_saves_adapters_resumes_exactly_and_exports_dequantized_weights(tm
     assert all("_lora_" in name for name in tensors)
     train(config(tmp_path / "two", training__steps=2))
     resumed = train(config(tmp_path / "two"))
-    assert resumed.steps_trained == 2
+    assert resumed.optimizer_step.good_steps == 2
     assert read_metrics(resumed.config)[2:] == read_metrics(whole.config)[2:]
 
     save_pretrained(whole.model, tmp_path / "saved")

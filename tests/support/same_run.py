@@ -43,7 +43,7 @@ def assert_same_run(many: Config, one: Trainer, atol: float = 1e-6, but: Set[str
     many.checkpoint.export_hf = False
     resumed = train(many)  # no step is left, so these are the weights of the checkpoint
     assert resumed.progress.step == many.training.steps
-    assert not resumed.steps_trained
+    assert not resumed.optimizer_step.good_steps
     for (parameter, ours), theirs in zip(
         resumed.model.state_dict().items(), one.model.state_dict().values(), strict=True
     ):

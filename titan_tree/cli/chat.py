@@ -19,7 +19,7 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from titan_tree.cli.data_arguments import add_plugins_argument
+from titan_tree.cli.data_arguments import add_plugins_argument, count_to
 from titan_tree.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="the folder of a run, a checkpoint or a Hugging Face snapshot")
     add("--system", metavar="TEXT", help="a system message (default: none)")
-    add("--max-tokens", type=_positive, default=512, metavar="N", help="of an answer")
+    add("--max-tokens", type=count_to(10**9), default=512, metavar="N", help="of an answer")
     add(
         "--temperature",
         type=_temperature,
@@ -156,23 +156,23 @@ def show_task(saved: SavedModel, tokenizer: TreeTokenizer, device: object) -> No
         for score, path in zip(score_paths(model, paths, saved.config.data.max_tokens), paths, strict=True)
     ]
     speaker = Speaker(model, tokenizer)
-    tries: list[tuple[list[int], str, str]] = []  # prompts, with the answers of the data and of the model
+    tries: list[tuple[list[int], list[int], str]] = []  # prompts, with answers of the data and of the model
     for index in sorted(range(len(paths)), key=least.__getitem__, reverse=True)[:TRIES]:
         path = paths[index]
         trained = np.flatnonzero(path.loss_mask[1:]) + 1  # nothing predicts the first token
         context = path.tokens[: trained[0]].tolist()
         wanted = path.tokens[trained[0] : trained[-1] + 1].tolist()
         after, _ = speaker.continued(context, 2 * len(wanted))
-        tries.append((context, speaker.chat.text(wanted), after))
-        if _without_thought(after) == _without_thought(tries[-1][1]):
+        tries.append((context, wanted, after))
+        if _without_thought(after) == _without_thought(speaker.chat.text(wanted)):
             break
     else:
         del tries[1:]
-    context, in_data, after = tries[-1]
-    before, _ = Speaker(saved.start_model(device), tokenizer).continued(context, len(in_data))
+    context, wanted, after = tries[-1]
+    before, _ = Speaker(saved.start_model(device), tokenizer).continued(context, len(wanted))
     print(f"task:\n{_indented(tokenizer.decode(context)[-SHOWN_CHARACTERS:])}")
     for name, text in (
-        ("answer in the data", in_data),
+        ("answer in the data", speaker.chat.text(wanted)),
         ("untrained model", before),
         (f"after training ({saved.checkpoint.name if saved.checkpoint else ''})", after),
     ):
@@ -199,12 +199,6 @@ def _lines() -> Iterator[str]:
             yield input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
             return
-
-
-def _positive(text: str) -> int:
-    if text.isascii() and text.isdecimal() and int(text):
-        return int(text)
-    raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
 
 
 def _temperature(text: str) -> float:

@@ -7,7 +7,7 @@ import glob
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,11 @@ def is_override(word: str) -> bool:
     key, separator, _ = word.partition("=")
     is_key = re.fullmatch(r"[A-Za-z_][\w.\[\]-]*|--?[A-Za-z_][\w-]*\.[\w.-]*", key)
     return bool(separator and is_key and not os.path.lexists(word) and not glob.glob(word))
+
+
+def key_of(override: str) -> str:
+    """Returns the key that key=value sets; dashes may precede it."""
+    return override.lstrip("-").partition("=")[0]
 
 
 def add_data_arguments(parser: argparse.ArgumentParser, files: str = FILES, metavar: str = "FILE") -> None:
@@ -71,6 +76,17 @@ def add_force_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace a file that the command did not write")
 
 
+def count_to(most: int) -> Callable[[str], int]:
+    """Returns the type of an argument that is an integer from 1 to ``most``."""
+
+    def count(text: str) -> int:
+        if text.isascii() and text.isdecimal() and len(text) <= len(str(most)) and 0 < int(text) <= most:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"expected an integer from 1 to {most:,}, got {text!r:.60}")
+
+    return count
+
+
 @dataclass(kw_only=True)
 class DataTables:
     """The configuration of a command that only reads data files."""
@@ -94,7 +110,7 @@ def with_arguments(values: Mapping[str, Any], overrides: Sequence[str]) -> list[
         UserError: an override sets one of these keys as well.
     """
     for word in overrides:
-        if (key := word.lstrip("-").partition("=")[0]) in values:
+        if (key := key_of(word)) in values:
             raise UserError(f"{key}: set twice, by an argument of its own and as {shorten(word)}; remove one")
     return [*overrides, *values.items()]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from titan_tree.cli.data_arguments import add_overrides
+from titan_tree.cli.data_arguments import add_overrides, count_to
 from titan_tree.errors import hide, shorten
 from titan_tree.signals import discard, open_standard_streams
 
@@ -30,7 +30,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add("config", metavar="CONFIG.toml", help="the configuration of the run: a file, or a name such as demo")
     add_overrides(parser)
     count_help = "processes, one for each GPU; without effect under torchrun, which starts its own"
-    add("--nproc", type=_count, default=1, metavar="N", help=count_help)
+    add("--nproc", type=count_to(1000), default=1, metavar="N", help=count_help)
 
 
 def start(args: argparse.Namespace, tables: type[C]) -> C:
@@ -142,9 +142,3 @@ def log_to_stdout() -> None:
     logger.setLevel(logging.WARNING if rank() else logging.INFO)
     logger.addHandler(_Stdout())
     logger.propagate = False
-
-
-def _count(text: str) -> int:
-    if text.isascii() and text.isdecimal() and 0 < int(text) <= 1000:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"expected an integer from 1 to 1,000, got {text!r}")

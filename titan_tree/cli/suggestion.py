@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from titan_tree.cli.data_arguments import DataTables, named_model, progress_bar, with_arguments
+from titan_tree.cli.data_arguments import DataTables, key_of, named_model, progress_bar, with_arguments
 from titan_tree.cli.reference import tables
 from titan_tree.config.toml import load_tables
 from titan_tree.data.data_files import DataFiles, Group, group_trajectories, holds_conversations
@@ -34,6 +34,7 @@ USES = {  # fields that a run may use -> what uses them
     "ref_logprobs": "loss.kl uses them, and losses of preferences",
     "routed_experts": "data.replay uses them",
 }
+READS = {"grpo": "old_logprobs", "dpo": "ref_logprobs", "kto": "ref_logprobs"}  # losses -> what they read
 
 
 class Survey:
@@ -68,8 +69,36 @@ class Survey:
         """Returns whether every trajectory has one of the fields, of which no trajectory has two."""
         return sum(self.fields[field] for field in fields) == self.trajectories
 
-    def unused(self, used: Set[str]) -> Iterator[str]:
-        """Yields a sentence about each field that could be trained with, apart from those ``used``."""
+    @property
+    def has_rewards(self) -> bool:
+        """Whether advantages can be computed from the rewards of each group."""
+        return self.all_have("reward") and self.trajectories > self.groups and not self.marks
+
+    @property
+    def is_rl(self) -> bool:
+        """Whether the data have advantages, or can have them."""
+        return self.has_rewards or self.all_have("advantage")
+
+    @property
+    def loss(self) -> str:
+        """The name of a loss that the data have the fields for."""
+        if self.marks:  # sft would train rejected answers, too
+            return "dpo" if self.marks <= {"chosen", "rejected"} else "kto"
+        if not self.is_rl:
+            return "sft"
+        return "grpo" if self.all_have("old_logprobs", "shifted_old_logprobs") else "reinforce"
+
+    def notes(self, advantage: str) -> Iterator[str]:
+        """Yields a sentence about ignored fields, and about each field that could be trained with.
+
+        Args:
+            advantage: ``data.advantage`` of the configuration.
+        """
+        known = KNOWN["a conversation"] | KNOWN["token ids"]
+        names = [f"{name} ({n:,}{did_you_mean(name, known)})" for name, n in sorted(self.unknown.items())]
+        if names:
+            yield f"fields that are ignored: {', '.join(names)}"
+        used = {READS.get(self.loss), "reward" if advantage != "given" else self.is_rl and "advantage"}
         for field, reason in USES.items():
             number = self.fields[field] + self.fields[f"shifted_{field}"]
             if number and field not in used:
@@ -114,45 +143,55 @@ def settings(
         UserError: the model or the data cannot be read, or cannot be trained.
     """
     network = named_model(model)  # raises UserError for a wrong one
-    is_folder = Path(model).is_dir()
-    chosen = {word.lstrip("-").partition("=")[0] for word in overrides}
-    of_data = [word for word in overrides if word.lstrip("-").startswith("data.")]
+    chosen = set(map(key_of, overrides))
+    of_data = [word for word in overrides if key_of(word).startswith("data.")]
     data = load_tables(DataTables, os.devnull, with_arguments({"data.files": files}, of_data)).data
-    tokenizer = build_tokenizer(data, model if is_folder else None)
+    tokenizer = build_tokenizer(data, model if Path(model).is_dir() else None)
     survey = Survey(data, MESSAGE_FIELDS | (tokenizer.template_fields if tokenizer else frozenset()))
-    marks, fields = survey.marks, survey.fields
-    if marks and not survey.all_have("preference"):
+    if survey.marks and not survey.all_have("preference"):
         raise UserError(
-            f"{', '.join(files)}: preference: on {fields['preference']:,} of {survey.trajectories:,} "
+            f"{', '.join(files)}: preference: on {survey.fields['preference']:,} of {survey.trajectories:,} "
             "trajectories; expected it on all or on none; write the others to a file of their own"
         )
-    has_rewards = survey.all_have("reward") and survey.trajectories > survey.groups and not marks
-    is_rl = has_rewards or survey.all_have("advantage")
-    has_old = survey.all_have("old_logprobs", "shifted_old_logprobs")
-    has_reference = survey.all_have("ref_logprobs", "shifted_ref_logprobs")
-    loss = ("grpo" if has_old else "reinforce") if is_rl else "sft"
-    if marks:  # sft would train rejected answers, too
-        loss = "dpo" if marks <= {"chosen", "rejected"} else "kto"
-    on_gpu = torch.cuda.is_available()
-    batch = min(8, max(1, survey.groups // MIN_STEPS))
-    batch = data.global_batch_groups if "data.global_batch_groups" in chosen else batch
-    values: dict[str, Any] = {"folder": f"outputs/{name}"}
-    if is_folder:
-        values["model.hf_path"] = model
-    else:
-        values["model.name"], _, values["model.flavor"] = model.partition(":")
-    values["data.files"] = files[0] if len(files) == 1 else files
+    values = {"folder": f"outputs/{name}", **_suggested(model, files, data, survey, chosen)}
+    for own, other in (("loss.name", "loss.reduction"), ("training.steps", "training.epochs")):
+        if own in chosen:  # the other one may not go together with it
+            del values[other]
+    values = {key: value for key, value in values.items() if key not in chosen - {"data.ignore_fields"}}
+    config = load_tables(Config, os.devnull, [*overrides, *values.items()])
+    for key in _declared(chosen):
+        values[key] = attrgetter(key)(config)
+    build_loss(config.loss)
+    tokenizer = build_tokenizer(config.data, config.model.hf_path)
+    reader = build_reader(config.data, tokenizer, network, config.loss)
+    for group in survey.first:
+        reader.paths(group)
+    is_unscored = bool(survey.marks) and not survey.all_have("ref_logprobs", "shifted_ref_logprobs")
+    return values, list(survey.notes(config.data.advantage)), is_unscored
+
+
+def _suggested(
+    model: str, files: list[str], data: DataConfig, survey: Survey, chosen: Set[str]
+) -> dict[str, Any]:
+    """Returns keys and values that suit the model, the data and this machine."""
+    is_folder, on_gpu = Path(model).is_dir(), torch.cuda.is_available()
+    name, _, flavor = model.partition(":")
+    family = {"model.name": name, "model.flavor": flavor}
+    values: dict[str, Any] = {"model.hf_path": model} if is_folder else family
     if not is_folder and any(map(holds_conversations, survey.first)):
         values["data.tokenizer"] = "byte"
-    if has_rewards:
+    if survey.has_rewards:
         values["data.advantage"] = "group"
     if survey.unknown:
         values["data.ignore_fields"] = [*data.ignore_fields, *sorted(survey.unknown)]
-    values |= {
+    batch = min(8, max(1, survey.groups // MIN_STEPS))
+    batch = data.global_batch_groups if "data.global_batch_groups" in chosen else batch
+    return values | {
+        "data.files": files[0] if len(files) == 1 else files,
         "data.max_tokens": 32_768 if on_gpu else 4096,  # attention's mask is dense on a CPU
         "data.global_batch_groups": batch,
-        "loss.name": loss,
-        "loss.reduction": "path_token_mean" if marks else "token_mean",
+        "loss.name": survey.loss,
+        "loss.reduction": "path_token_mean" if survey.marks else "token_mean",
         "optimizer.lr": 1e-5 if is_folder else 1e-3,
         "training.epochs": math.ceil(MIN_STEPS / math.ceil(survey.groups / batch)),
         "training.dtype": "bfloat16" if on_gpu else "float32",
@@ -160,30 +199,9 @@ def settings(
         "training.activation_checkpoint": "selective" if on_gpu else "none",
         "checkpoint.export_hf": True,
     }
-    for own, other in (("loss.name", "loss.reduction"), ("training.steps", "training.epochs")):
-        if own in chosen:  # the other one may not go together with it
-            del values[other]
-    values = {key: value for key, value in values.items() if key not in chosen - {"data.ignore_fields"}}
-    config = load_tables(Config, os.devnull, [*overrides, *values.items()])
-    for key in _keys(overrides):
-        values[key] = attrgetter(key)(config)
-    build_loss(config.loss)
-    tokenizer = build_tokenizer(config.data, config.model.hf_path)
-    reader = build_reader(config.data, tokenizer, network, config.loss)
-    for group in survey.first:
-        reader.paths(group)
-    used = {"grpo": {"old_logprobs"}, "dpo": {"ref_logprobs"}, "kto": {"ref_logprobs"}}.get(loss, set())
-    used |= {"reward"} if config.data.advantage != "given" else {"advantage"} if is_rl else set()
-    known = KNOWN["a conversation"] | KNOWN["token ids"]
-    names = [
-        f"{name} ({number:,}{did_you_mean(name, known)})" for name, number in sorted(survey.unknown.items())
-    ]
-    notes = [f"fields that are ignored: {', '.join(names)}"] if names else []
-    return values, [*notes, *survey.unused(used)], bool(marks) and not has_reference
 
 
-def _keys(overrides: Sequence[str]) -> set[str]:
-    """Returns the declared keys that overrides set: those of tables of free keys are one key."""
-    words = [f"{word.lstrip('-').partition('=')[0]}." for word in overrides]
-    names = [key.name for table in tables() for key in table.keys]
-    return {name for name in names if any(word.startswith(f"{name}.") for word in words)}
+def _declared(chosen: Set[str]) -> set[str]:
+    """Returns the declared keys among chosen ones: those of tables of free keys are one key."""
+    names = {key.name for table in tables() for key in table.keys}
+    return {name for name in names if any(f"{key}.".startswith(f"{name}.") for key in chosen)}

@@ -24,12 +24,12 @@ from titan_tree.cli.data_arguments import (
     add_force_argument,
     add_overrides,
     add_plugins_argument,
+    count_to,
     data_config,
     progress_bar,
 )
 from titan_tree.errors import UserError, printable
 
-MOST = 1_000_000  # tokens of a partition, or ranks
 SHOWN_FILES = 3  # in the title
 
 
@@ -52,14 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--max-tokens", "also show partitions of at most N tokens"),
         ("--ranks", "also show which of N ranks trains on each tree"),
     ):
-        add(option, type=_count, nargs="+", default=[], metavar="N", help=meaning)
+        add(option, type=count_to(10**6), nargs="+", default=[], metavar="N", help=meaning)
     add_plugins_argument(parser)
-
-
-def _count(text: str) -> int:
-    if text.isascii() and text.isdecimal() and len(text) < 8 and 0 < int(text) <= MOST:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"expected an integer from 1 to {MOST:,}, got {text!r:.60}")
 
 
 def run(args: argparse.Namespace) -> None:

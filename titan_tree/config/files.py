@@ -110,8 +110,7 @@ def new_output(
     part = file.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         check_output(path, marker, inputs, force)
-        if not file.parent.exists():
-            file.parent.mkdir(parents=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield part
             check_output(path, marker, inputs, force)  # another process may have written it meanwhile

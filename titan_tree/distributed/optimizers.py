@@ -11,7 +11,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -213,24 +213,22 @@ def clip_and_step(optimizers: Iterable[torch.optim.Optimizer], loss: Tensor, max
         for optimizer in wrapped:
             optimizer.grad_scale = divisor
             optimizer.found_inf = 1.0 - finite.float()
-        for stepped in optimizers:
-            with _calling(stepped):
-                stepped.step()
+        _step(optimizers)
         for optimizer in wrapped:
             del optimizer.grad_scale, optimizer.found_inf
     elif finite:
         torch._foreach_div_(local, divisor)
-        for stepped in optimizers:
-            with _calling(stepped):
-                stepped.step()
+        _step(optimizers)
     return norm
 
 
-def _calling(optimizer: Any) -> AbstractContextManager[None]:
-    """Returns the context for a step, which names an optimizer of the user in its errors."""
-    kind = type(getattr(optimizer, "optimizer", optimizer))
-    is_known = kind.__module__.partition(".")[0] in ("titan_tree", "torch", "torchao")
-    return nullcontext() if is_known else calling(f"optimizer {kind.__name__}")
+def _step(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Steps optimizers. Errors name an optimizer of the user."""
+    for optimizer in optimizers:
+        kind = type(getattr(optimizer, "optimizer", optimizer))
+        is_known = kind.__module__.partition(".")[0] in ("titan_tree", "torch", "torchao")
+        with nullcontext() if is_known else calling(f"optimizer {kind.__name__}"):
+            optimizer.step()
 
 
 def _total_norm(tensors: list[Tensor]) -> Tensor:

@@ -215,11 +215,17 @@ class TreeLightningModule(L.LightningModule):
         self._log(validation_values(score_validation(self.tree_step, inputs)))
 
     def on_train_end(self) -> None:
-        """Exports the adapter of a finished run, and its weights if the configuration says so."""
+        """Exports the adapter of a finished run, and its weights if the configuration says so.
+
+        Raises:
+            AgreedError: most of the run's steps were bad.
+        """
         if self.global_step >= self.num_steps:
             assert self.model is not None
             tokenizer = build_tokenizer(self.config.data, self.config.model.hf_path)
             export_results(self.model, self.config, secrets.token_hex(4), tokenizer)
+            if self._optimizer_step:  # none if nothing was left to train
+                self._optimizer_step.check_learned()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the position in the data, the balance and the architecture, as plain types."""

@@ -7,8 +7,8 @@ its documentation, and docs/configuration.md is made from it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -128,15 +128,13 @@ def load_any(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return load_tables(_tables_of(path, overrides), path, overrides)
 
 
-@contextmanager
-def stored_code_refused(path: str | Path | None, plugins: bool) -> Iterator[None]:
-    """Within a ``with`` statement, imports no code if a run stored ``path``, unless ``plugins``.
+def stored_code_refused(path: str | Path | None, plugins: bool) -> AbstractContextManager[None]:
+    """Returns the context that imports no code if a run stored ``path``, unless ``plugins``.
 
     Commands that do not train load a configuration and use it within: some names are imported at first use.
     """
     is_stored = path is not None and Path(path).name.startswith(STORED)
-    with imports_refused() if is_stored and not plugins else nullcontext():
-        yield
+    return imports_refused() if is_stored and not plugins else nullcontext()
 
 
 def load_stored(path: str | Path, plugins: bool = False, data_only: bool = False) -> Config:

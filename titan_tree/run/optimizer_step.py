@@ -47,7 +47,8 @@ class OptimizerStep:
         balancing: measures the steps of several ranks. None: nothing is measured.
         seed: the run's ``training.seed``.
         max_bad_steps: number of bad steps in a row after which training ends.
-        bad_steps: number of bad steps of this process.
+        good_steps: number of good steps of this process.
+        bad_steps: number of the other ones.
         bad_steps_in_a_row: number of bad steps since the last good one.
         is_on_policy: whether the weights before each step have sampled its paths. The log-probs of the paths
             are then compared with the model's in every step, otherwise only in the first good one.
@@ -61,6 +62,7 @@ class OptimizerStep:
     max_grad_norm: float
     seed: int
     max_bad_steps: int
+    good_steps: int = 0
     bad_steps: int = 0
     bad_steps_in_a_row: int = 0
     is_on_policy: bool = False
@@ -92,6 +94,7 @@ class OptimizerStep:
             self.balancing.start_step()
         try:
             report = self.update_weights(step_input, total)
+            self.good_steps += 1
             self.bad_steps_in_a_row = 0
         except BadStepError as reason:
             self._skip(step, reason)
@@ -106,6 +109,15 @@ class OptimizerStep:
         if rank() == 0 and not self._has_warned and (self.is_on_policy or step == 1 + self.bad_steps):
             self._check_logprobs(step, report)
         return report
+
+    def check_learned(self) -> None:
+        """Raises AgreedError if most steps of a complete run were bad."""
+        steps = self.good_steps + self.bad_steps
+        if self.bad_steps > self.good_steps:
+            raise AgreedError(
+                f"{self.bad_steps:,} of {steps:,} steps were skipped, so the model has hardly learned; the "
+                "warnings above name the cause of each"
+            )
 
     def update_weights(self, step_input: StepInput, total: StepCounts) -> StepReport:
         """Runs forward and backward passes, then steps the optimizer and the router biases. Collective.

@@ -128,9 +128,8 @@ class Trainer:
     progress: Progress
     checkpoints: Checkpoints
     stopping: StopController
-    steps_trained: int  # good steps of this process
-    counts: StepCounts  # the sum over these steps
-    optimizer_step: OptimizerStep  # counts the bad steps of this process
+    optimizer_step: OptimizerStep  # counts the good and the bad steps of this process
+    counts: StepCounts  # the sum over its good steps
     rollout_values: Mapping[str, float]  # metrics of this step's rollouts; empty unless rl/ samples them
     loggers: Loggers | None  # None except on rank 0
 
@@ -172,7 +171,7 @@ class Trainer:
 
         self.tokenizer = build_tokenizer(config.data, config.model.hf_path)
         self.open_data()
-        self.progress, self.steps_trained, self.counts = Progress(), 0, NO_COUNTS
+        self.progress, self.counts = Progress(), NO_COUNTS
         self.rollout_values = {}
         self.checkpoints = Checkpoints(
             config.checkpoint,
@@ -270,11 +269,7 @@ class Trainer:
         """
         self._log_summary()
         export_results(self.model, self.config, self.folder.run, self.tokenizer)
-        if (bad_steps := self.optimizer_step.bad_steps) > self.steps_trained:
-            raise AgreedError(
-                f"{bad_steps:,} of {bad_steps + self.steps_trained:,} steps were skipped, so the model has "
-                "hardly learned; the warnings above name the cause of each"
-            )
+        self.optimizer_step.check_learned()
 
     def log_sample(self) -> None:
         """Logs the first sample of the run as it is trained."""
@@ -320,7 +315,6 @@ class Trainer:
         if self.balancing:
             self.progress.data["balance"] = self.balancing.state_dict()
         if report is not None:
-            self.steps_trained += 1
             self.counts += report.result.counts
 
         validation = self.validate(step)
@@ -344,7 +338,8 @@ class Trainer:
         return score_validation(self.tree_step, self.validation_inputs)
 
     def _log_summary(self) -> None:
-        logger.info(summary(self.steps_trained, self.counts, self.optimizer_step.bad_steps))
+        steps = self.optimizer_step
+        logger.info(summary(steps.good_steps, self.counts, steps.bad_steps))
         logger.info("checkpoint: %s", self.checkpoints.newest() or "none (checkpoint.interval = 0)")
         if "csv" in self.config.metrics.loggers:
             logger.info("curves: %s/metrics.csv", self.config.folder)

@@ -144,7 +144,7 @@ def test_a_resumed_run_has_the_biases_of_an_uninterrupted_one(tmp_path):
     expected = read_metrics(config)
     shutil.rmtree(Path(config.folder) / "checkpoints" / "step-4")
     resumed = train(config)
-    assert resumed.steps_trained == 2
+    assert resumed.optimizer_step.good_steps == 2
     assert read_metrics(config) == expected
     assert same(biases(resumed), want)
     # A rate of 0 keeps the biases as they are. Without a rate, the model differs from the checkpoint's.

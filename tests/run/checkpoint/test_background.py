@@ -120,7 +120,7 @@ def test_a_failed_write_is_reported_and_earlier_checkpoints_are_intact(
     left = {path.name for path in folder.glob("step-*")}
     assert left == {f"step-{step}" for step in range(2, failing_step, 2)}
     resumed = train(config)
-    assert resumed.steps_trained == 8 - failing_step
+    assert resumed.optimizer_step.good_steps == 8 - failing_step
     whole = tiny_config(tmp_path / "whole", **options)
     train(whole)
     assert read_metrics(config) == read_metrics(whole)
@@ -150,7 +150,7 @@ def fail_on_rank_1(rank: int, ports: list[int], folder: Path) -> None:
         with pytest.raises(UserError, match=r"step-4: writing the checkpoint failed: .*No space left"):
             train(config)
     with as_rank(rank, 2, ports[1]):
-        assert train(config).steps_trained == 4
+        assert train(config).optimizer_step.good_steps == 4
 
 
 @pytest.mark.slow

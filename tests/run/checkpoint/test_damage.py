@@ -133,7 +133,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     assert str(damaged) in warning
     assert f"moved to {damaged}.damaged" in warning
     assert "\n" not in warning
-    assert trainer.steps_trained == 2  # steps 3 and 4, after the checkpoint of step 2
+    assert trainer.optimizer_step.good_steps == 2  # steps 3 and 4, after the checkpoint of step 2
     assert read_metrics(config) == expected
 
 
@@ -233,4 +233,4 @@ def damage_and_resume(rank: int, ports: list[int], folder: Path) -> None:
     if rank == 0:
         flip(Path(config.folder) / "checkpoints" / "step-4" / "__1_0.distcp")
     with as_rank(rank, 2, ports[1]):
-        assert train(config).steps_trained == 2
+        assert train(config).optimizer_step.good_steps == 2

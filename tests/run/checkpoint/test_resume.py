@@ -96,7 +96,7 @@ def test_partial_checkpoints_of_this_run_are_removed_and_ignored(
         trainer = train(config)
     assert f"removed {folder / 'step-4'}" in caplog.text
     assert f"resumed from {folder / 'step-2'}" in caplog.text
-    assert trainer.steps_trained == 2
+    assert trainer.optimizer_step.good_steps == 2
     assert read_metrics(config) == expected
 
 
@@ -133,7 +133,7 @@ def test_asynchronous_checkpoints_resume_exactly(tmp_path: Path) -> None:
     train(config)
     expected = read_metrics(config)
     shutil.rmtree(Path(config.folder) / "checkpoints" / "step-6")
-    assert train(config).steps_trained == 2
+    assert train(config).optimizer_step.good_steps == 2
     assert read_metrics(config) == expected
 
 

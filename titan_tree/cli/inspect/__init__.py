@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 
-from titan_tree.cli.data_arguments import add_data_arguments, add_overrides
+from titan_tree.cli.data_arguments import add_data_arguments, add_overrides, count_to
 from titan_tree.errors import UserError
 
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_data_arguments(parser)
     add_overrides(parser)
-    add("--limit", type=_positive, default=20, metavar="N", help="rows of the table, ids of --show")
+    add("--limit", type=count_to(10**9), default=20, metavar="N", help="rows of the table, ids of --show")
     add(
         "--model",
         metavar="MODEL",
@@ -37,16 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output.add_argument("--json", action="store_true", help="print the statistics of all trees as JSON")
     add("--picture", action="store_true", help="with --report: draw the tree as well")
-
-
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected an integer, got {text!r}") from None
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {number}")
-    return number
 
 
 def run(args: argparse.Namespace) -> None:

@@ -24,9 +24,9 @@ from collections.abc import Iterable
 from textwrap import fill
 from typing import Any
 
-from titan_tree.cli.data_arguments import add_overrides, add_plugins_argument
+from titan_tree.cli.data_arguments import add_overrides, add_plugins_argument, count_to
 from titan_tree.cli.plan.device import CPU, device_memory
-from titan_tree.errors import UserError, count, warnings_hidden
+from titan_tree.errors import count, warnings_hidden
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,10 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("config", metavar="CONFIG.toml", help="the configuration of the run")
     add_overrides(parser)
-    add("--gpus", metavar="N", help="number of GPUs (default: those of this machine, or 1)")
+    number = count_to(10**6)
+    add("--gpus", type=number, metavar="N", help="number of GPUs (default: those of this machine, or 1)")
     gpu = "h200, h100, the GPU's memory in GiB, or cpu (default: cpu without a GPU and --gpus, else h200)"
     add("--gpu", metavar="NAME", help=gpu)
-    add("--groups", metavar="N", help="groups to sample from the data (default: data.global_batch_groups)")
+    sample = "groups to sample from the data (default: data.global_batch_groups)"
+    add("--groups", type=number, metavar="N", help=sample)
     add("--json", action="store_true", help="print the numbers as JSON")
     add_plugins_argument(parser)
 
@@ -48,8 +50,6 @@ def run(args: argparse.Namespace) -> None:
     from titan_tree.data.readers import find_files
     from titan_tree.run.config import Config, stored_code_refused
 
-    gpus = None if args.gpus is None else _positive("--gpus", args.gpus)
-    groups = None if args.groups is None else _positive("--groups", args.groups)
     if args.gpu is not None:
         device_memory(args.gpu)
     with stored_code_refused(args.config, args.plugins):
@@ -60,19 +60,13 @@ def run(args: argparse.Namespace) -> None:
         from titan_tree.cli.plan.estimate import estimate
 
         here = torch.cuda.device_count()
-        gpu = (args.gpu or ("h200" if gpus or here else CPU)).lower()
+        gpu = (args.gpu or ("h200" if args.gpus or here else CPU)).lower()
         tables = [table.get("training", {}) for _, table in read_tables(args.config, args.overrides)]
         if all(table.get("dtype", "auto") == "auto" for table in tables):
             config.training.dtype = "float32" if gpu == CPU else "bfloat16"
         with warnings_hidden():  # training shows those that matter
-            plan = estimate(config, gpus or max(1, here if gpu != CPU else 1), gpu, groups)
+            plan = estimate(config, args.gpus or max(1, here if gpu != CPU else 1), gpu, args.groups)
     print(json.dumps(plan)) if args.json else _print(plan)
-
-
-def _positive(option: str, text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and 0 < int(text) <= 10**6):
-        raise UserError(f"{option}: expected an integer from 1 to 1,000,000, got {text!r}")
-    return int(text)
 
 
 def _print(plan: dict[str, Any]) -> None:

@@ -48,16 +48,8 @@ KNOWN_FIELDS = frozenset(
     {
         *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying"),
         *("exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform"),
-        *(
-            "lora_alpha",
-            "lora_dropout",
-            "megatron_core",
-            "peft_type",
-            "peft_version",
-            "qalora_group_size",
-            "r",
-        ),
-        *("rank_pattern", "revision", "runtime_config"),
+        *("lora_alpha", "lora_dropout", "megatron_core", "peft_type", "peft_version"),
+        *("qalora_group_size", "r", "rank_pattern", "revision", "runtime_config"),
         *("target_modules", "target_parameters", "task_type", "use_rslora"),
     }
 )

@@ -5,7 +5,7 @@ A logger of your own is a subclass of Logger, which metrics.loggers names, as "m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Self
@@ -101,19 +101,18 @@ class Loggers(Logger):
                 self.loggers[name] = LOGGERS[name](folder, start_step, total_steps)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, logger in self.loggers.items():
-            with LOGGERS.calling(name, passed=(OSError,)):
-                logger.log(step, values)
+        self._each(lambda logger: logger.log(step, values))
 
     def sample(self, text: str) -> None:
-        for name, logger in self.loggers.items():
-            with LOGGERS.calling(name, passed=(OSError,)):
-                logger.sample(text)
+        self._each(lambda logger: logger.sample(text))
 
     def advance(self, step: int) -> None:
+        self._each(lambda logger: logger.advance(step))
+
+    def _each(self, call: Callable[[Logger], None]) -> None:
         for name, logger in self.loggers.items():
             with LOGGERS.calling(name, passed=(OSError,)):
-                logger.advance(step)
+                call(logger)
 
     def close(self) -> None:
         while self.loggers:
