@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import io
 import logging
-import math
-import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -42,7 +38,7 @@ from titan_tree.data.schema import (
 )
 from titan_tree.data.token_store import STORED, StoredGroup, TokenStore
 from titan_tree.errors import UserError, count, errors_at, printable, shorten
-from titan_tree.tree.path_fields import advantage_array, wrong
+from titan_tree.tree.path_fields import advantage_array, decoded_array, wrong
 from titan_tree.tree.paths import ModelLimits, TokenPath
 from titan_tree.tree.routed_experts import Replay, has_experts
 from titan_tree.tree.token_tree import TokenTree
@@ -473,25 +469,8 @@ def _token_path(name: str, kind: str, record: Record) -> TokenPath:
     """Returns the path of a trajectory whose field ``kind`` holds token ids; no loss on filtered ones."""
     fields = present_fields(record, (*TOKEN_FIELDS, *PATH_FIELDS))
     if isinstance(encoded := fields.get("routed_experts"), str):
-        fields["routed_experts"] = _decode_array("routed_experts", encoded)
+        fields["routed_experts"] = decoded_array("routed_experts", encoded)
     path = TokenPath(record[kind], id=name, **fields)
     if ending(record.get("finish_reason"), "finish_reason") == "filtered":
         path.loss_mask = np.zeros_like(path.loss_mask)
     return path
-
-
-def _decode_array(field: str, encoded: str) -> np.ndarray:
-    """Returns the array of integers that ``numpy.save`` wrote and base64 encoded."""
-    expected = f"{field}: expected base64 of a .npy file of integers"
-    try:
-        content = base64.b64decode(encoded, validate=True)
-        file = io.BytesIO(content)
-        if np.lib.format.read_magic(file) != (1, 0):
-            raise ValueError("a format version other than 1.0")
-        shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
-        values = content[file.tell() :]
-        if dtype.kind not in "iu" or len(values) != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{len(values)} bytes of values of {dtype} and shape {shape}")
-        return np.frombuffer(values, dtype).reshape(shape, order="F" if is_fortran else "C")
-    except (ValueError, EOFError, SyntaxError, TypeError, tokenize.TokenError) as error:
-        raise UserError(f"{expected}, got {str(error)[:80]}; encode the file again") from None
