@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from titan_tree.data.readers import Record
-from titan_tree.data.readers.chat import joined, mark_of, without, without_temperature_0
+from titan_tree.data.readers.chat import mark_of, with_answers, without, without_temperature_0
 from titan_tree.data.readers.row_reader import RowReader, expect, warn_once
 from titan_tree.data.readers.token_rows import TokenRowReader
 from titan_tree.errors import UserError, shorten
@@ -182,11 +182,3 @@ class EngineCallReader(RowReader):
         if len({tuple(r["tokens"][: r["loss_mask"].index(1)]) for r in records}) > 1:
             raise UserError("response: expected answers to one prompt, got several; log a row per prompt")
         return with_answers(without(row, ("request", "response")), records)
-
-
-def with_answers(row: Record, records: list[Record]) -> Record:
-    """Returns a row with its answer, or as a task with the trajectories of several answers."""
-    if len(records) == 1:
-        return joined(row, records[0])
-    shared = {name: row[name] for name in ("temperature", "reward") if name in row}
-    return joined(without(row, shared), {"trajectories": [shared | record for record in records]})
