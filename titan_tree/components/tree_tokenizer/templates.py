@@ -25,11 +25,8 @@ from titan_tree.errors import UserError, did_you_mean, require_unicode
 
 BUILT_IN = ("chatml", "qwen3")
 MAX_SOURCE = 1 << 18  # characters of a template
-SETTINGS = (
-    "turns",
-    "text_before_calls_is_reasoning",
-    "part_separator",
-)  # of samples, beside a template's variables
+# Of samples, beside a template's variables.
+SETTINGS = ("turns", "text_before_calls_is_reasoning", "part_separator")
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # the marks of text spans, which sandbox.py makes
 _MARKS = re.compile(f"[{OPEN}{CLOSE}]")
 
@@ -47,7 +44,7 @@ class End(NamedTuple):
         token: the token at which an engine stops, or "" if the template has none.
         added: the text that a finished answer gets, if the template writes the token only in front of the
             next message; else "".
-        times: how often the token stands behind an answer that is the last message. The first one ends it.
+        times: how often the token follows an answer that is the last message. The first one ends it.
     """
 
     token: str

@@ -1,4 +1,4 @@
-"""Sessions of coding agents as they lie on disk: the parts that their readers share.
+"""Sessions of coding agents as they are stored on disk: the parts that their readers share.
 
 A session is a tree of events. An edited or retried message and turns that were taken back are forks, a
 sub-agent has a root of its own, and so has the context after a compaction. The session becomes one record,
@@ -57,7 +57,7 @@ class Event:
 
     @property
     def is_answer(self) -> bool:
-        """Whether it has something to train. An empty answer has not, and what a compaction keeps neither."""
+        """Whether it has an answer to train. Empty answers and those that a compaction kept do not count."""
         return any(m["role"] == "assistant" and m.get("weight") != 0 and _has_text(m) for m in self.messages)
 
 
