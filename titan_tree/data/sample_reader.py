@@ -242,29 +242,29 @@ class SampleReader:
         if file in self._searched:
             return self.fields.message()
         self._searched.add(file)
-        counts, self.fields.counts, self.fields.raises = self.fields.counts, Counter(), False
+        found = UnknownFields(self.config.ignore_fields, raises=False)
+        found.problems |= self.fields.problems
         with suppress(UserError):  # of the rest of the file, which only unknown fields concern here
             for other in group_records(read_records(file, self.config.format), {}):
                 with suppress(UserError):
-                    for trajectory in group_trajectories(other, self.fields):
-                        self._check_fields(trajectory.record)
-        self.fields.counts, self.fields.raises = counts, True
-        return self.fields.message()
+                    for trajectory in group_trajectories(other, found):
+                        self._check_fields(trajectory.record, found)
+        return found.message()
 
-    def _check_fields(self, record: Record) -> None:
+    def _check_fields(self, record: Record, fields: UnknownFields) -> None:
         """Raises UserError for unknown fields of a trajectory and of its messages."""
         if is_text(record):
-            check_record(record, "a text", self.fields)
+            check_record(record, "a text", fields)
         elif record.get("messages") is None:
-            check_record(record, "token ids", self.fields)
+            check_record(record, "token ids", fields)
         else:
             reason = (
                 "not allowed together with messages, because the chat template makes the tokens; remove it"
             )
             refuse_fields(record, TOKEN_FIELDS, reason)
-            check_record(record, "a conversation", self.fields)
+            check_record(record, "a conversation", fields)
             template_fields = self.tokenizer.template_fields if self.tokenizer else frozenset()
-            check_messages(_marked_messages(record), template_fields, self.fields)
+            check_messages(_marked_messages(record), template_fields, fields)
 
     def _paths_by_trajectory(self, group: Group) -> list[tuple[Trajectory, list[TokenPath]]]:
         trajectories = []
@@ -314,7 +314,7 @@ class SampleReader:
         elif kinds == ["messages"]:
             paths = self._conversation_paths(trajectory)
         else:
-            self._check_fields(record)
+            self._check_fields(record, self.fields)
             paths = [_token_path(name, kinds[0], record)]
             self.endings[ending(record.get("finish_reason"), "finish_reason")] += 1
             self._warn_about_zeros(trajectory.place, paths[0])
@@ -326,7 +326,7 @@ class SampleReader:
         """Returns the path of a text as it is. Its prompt is not trained, and no token is added."""
         if self.tokenizer is None:
             raise UserError("text: text needs a tokenizer, and none is set; set data.tokenizer")
-        self._check_fields(record)
+        self._check_fields(record, self.fields)
         prompt, text = record.get("prompt") or "", record["text"]
         if not isinstance(prompt, str):
             raise wrong("prompt", "a string beside text", type(prompt).__name__)
@@ -341,7 +341,7 @@ class SampleReader:
         place, name, record = trajectory
         if self.tokenizer is None:
             raise UserError("messages: conversations need a tokenizer, and none is set; set data.tokenizer")
-        self._check_fields(record)
+        self._check_fields(record, self.fields)
         fields = present_fields(record, PATH_FIELDS)
         for field, value in fields.items():
             if isinstance(value, list):

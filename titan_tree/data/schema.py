@@ -134,18 +134,18 @@ class UnknownFields:
 
     Args:
         ignored: fields that are no errors, such as ``name`` or ``messages[*].name``; "*" stands for all.
+        raises: whether ``refuse`` raises. Otherwise ``problems`` collects those of several records.
 
     Attributes:
         counts: how often unknown fields were ignored, by name.
         problems: what is wrong with each of the others that were found, by name.
-        raises: whether ``refuse`` raises. Otherwise ``problems`` collects those of several records.
     """
 
-    def __init__(self, ignored: Iterable[str] = "*") -> None:
+    def __init__(self, ignored: Iterable[str] = "*", raises: bool = True) -> None:
         self.ignored = frozenset(name.rpartition("[*].")[2] for name in ignored) | BOOKKEEPING
         self.counts: Counter[str] = Counter()
         self.problems: dict[str, str] = {}
-        self.raises = True
+        self.raises = raises
 
     def check(self, record: Record, known: Set[str], kind: str, where: str = "") -> None:
         """Adds the unknown fields of a record or message to ``counts`` or ``problems``."""
