@@ -297,9 +297,9 @@ def decoded_array(field: str, encoded: str) -> np.ndarray:
     try:
         content = base64.b64decode(encoded, validate=True)
         file = io.BytesIO(content)
-        if np.lib.format.read_magic(file) != (1, 0):
+        if np.lib.format.read_magic(file) != (1, 0):  # type: ignore[no-untyped-call]
             raise ValueError("a format version other than 1.0")
-        shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
+        shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]
         values = content[file.tell() :]
         if dtype.kind not in "iu" or len(values) != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{len(values)} bytes of values of {dtype} and shape {shape}")
