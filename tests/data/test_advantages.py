@@ -67,11 +67,7 @@ def by_turn(name, paths=TREE, rewards=REWARDS, rollouts=None, **options):
         ("tree_rl", {}, [[0, 1], [0, -1], [1, 0.5], [-1]]),
         ("tree_po", {}, [[0.5, 0.5], [-0.5, -0.5], [0.5, 0.5], [-0.5]]),
         # Discounted by 0.5 per turn, the first turns return 0.5, 0, 0.5 and 0, with mean 0.25.
-        (
-            "gigpo",
-            {"gamma": 0.5, "std": False},
-            [[0.75, 1], [-0.75, -1], [0.75, 0.5], [-0.75]],
-        ),
+        ("gigpo", {"gamma": 0.5, "std": False}, [[0.75, 1], [-0.75, -1], [0.75, 0.5], [-0.75]]),
     ],
 )
 def test_a_small_tree_by_hand(name, options, expected):

@@ -158,12 +158,8 @@ def test_a_row_has_template_variables_of_its_own(tmp_path, caplog):
     rows += [{"request": asked, "response": {"choices": [{"message": ANSWER}]}}, chat(ASK, ANSWER)]
     reader = sample_reader(write_lines(tmp_path / "f", rows), tokenizer, sample={"enable_thinking": 4})
     texts = [tokenizer.decode(path.tokens) for group in reader.files.groups() for path in reader.paths(group)]
-    assert [text.partition("assistant")[2].partition(":")[0] for text in texts] == [
-        "True",
-        "False",
-        "4",
-        "3",
-    ]  # calls come last
+    values = [text.partition("assistant")[2].partition(":")[0] for text in texts]
+    assert values == ["True", "False", "4", "3"]  # calls come last
     row = chat(ASK, ANSWER, chat_template_kwargs={"enable_thinkin": True})
     reader = sample_reader(write_lines(tmp_path / "g", [row]), tokenizer, sample={"enable_thinking": 4})
     for group in reader.files.groups():

@@ -156,14 +156,8 @@ def test_ids_are_the_models_own(tmp_path, fields, mask):
         ),
         (claude("x", TEXT), "response.stop_reason: expected a known mark, got 'x'"),
         ({"input": "?", "output": [SAID], "status": 3}, "status: expected a known mark, got 3"),
-        (
-            request(ASK | {"finish_reason": "stop"}, SAYS),
-            "messages[0].finish_reason: expected only on",
-        ),
-        (
-            request(ASK, SAYS, ASK, finish_reason="stop"),
-            "finish_reason: expected a conversation that ends",
-        ),
+        (request(ASK | {"finish_reason": "stop"}, SAYS), "messages[0].finish_reason: expected only on"),
+        (request(ASK, SAYS, ASK, finish_reason="stop"), "finish_reason: expected a conversation that ends"),
         (
             choice(SAYS | {"finish_reason": "stop"}, "length"),
             "response.choices[0].finish_reason: expected 'stop', as in the message, got 'length'",

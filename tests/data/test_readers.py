@@ -106,10 +106,7 @@ def test_auto_recognizes_each_file_by_its_content(tmp_path):
     foreign = write(tmp_path / "a.jsonl", {"dialogue": ["hi"]})
     own = write(tmp_path / "b.jsonl", {"tokens": [1]})
     assert [list(record) for _, record in read([foreign, own])] == [["messages"], ["tokens"]]
-    assert [list(record) for _, record in read([foreign, own], format="jsonl")] == [
-        ["dialogue"],
-        ["tokens"],
-    ]
+    assert [list(record) for _, record in read([foreign, own], format="jsonl")] == [["dialogue"], ["tokens"]]
 
 
 def test_an_unknown_format_is_an_error(tmp_path):

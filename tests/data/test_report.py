@@ -122,20 +122,14 @@ THOUGHTS = {
         ["<s>=<think>| the|</think>| cat|<think>| on|</think>| sat", "<s>| cat| sat= on"],
         DROPPED_THOUGHT,
     ),
-    "block kept": (
-        ["<s>|<think>= the|</think>| cat", "<s>|<think>|</think>| cat= sat| on"],
-        DROPPED_THOUGHT,
-    ),
+    "block kept": (["<s>|<think>= the|</think>| cat", "<s>|<think>|</think>| cat= sat| on"], DROPPED_THOUGHT),
     "same turn, other tokens": (["<s>=<think>| the|</think>| c|at", "<s>| cat= sat| on"], DROPPED_THOUGHT),
     "another turn": (["<s>=<think>| the|</think>| cat", "<s>| dog= sat| on"], OTHER_TEXT),
     "written without a thought": (
         ["<s>=<think>| the|</think>| cat", "<s>= cat", "<s>| cat= sat| on"],
         OTHER_TEXT,
     ),
-    "another thought": (
-        ["<s>|<think>= the|</think>| cat", "<s>|<think>| on|</think>| cat= sat"],
-        OTHER_TEXT,
-    ),
+    "another thought": (["<s>|<think>= the|</think>| cat", "<s>|<think>| on|</think>| cat= sat"], OTHER_TEXT),
     "no end": (["<s>=<think>| the| cat", "<s>| cat= sat| on"], OTHER_TEXT),
     "nothing after it": (["<s>=<think>| the|</think>", "<s>| cat= sat| on"], OTHER_TEXT),
 }

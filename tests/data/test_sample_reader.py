@@ -163,10 +163,7 @@ def test_group_advantages_compare_samples_within_a_group(tmp_path):
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        (
-            {},
-            "reward: expected a finite number, which data.advantage = 'group' needs .* got None; add",
-        ),
+        ({}, "reward: expected a finite number, which data.advantage = 'group' needs .* got None; add"),
         ({"reward": None}, "reward: .* got None"),
         ({"reward": "good"}, "reward: .* got 'good'"),
         ({"reward": True}, "reward: .* got True"),
@@ -209,10 +206,7 @@ MALFORMED = {
         {"messages": [{"from": "gpt", "value": "a", "role": "assistant", "content": "a"}]},
         r"messages\[\*\].from: not read; write role and content, or name the list conversations",
     ),
-    "a score": (
-        {"messages": chat("a", "b"), "score": 1},
-        "score: not read; a reward is called reward.",
-    ),
+    "a score": ({"messages": chat("a", "b"), "score": 1}, "score: not read; a reward is called reward."),
     "two kinds": ({"tokens": [1], "messages": []}, "got messages and tokens"),
     "no role": ({"messages": [{"content": "x"}]}, r"messages\[0\].role"),
     "no trajectories": ({"id": 1, "trajectories": []}, "trajectories: expected a non-empty list"),

@@ -215,10 +215,7 @@ def test_truncated_arrays_are_refused(tmp_path):
             b'{"tokens": [1, 2], "advantage": [0, 1e38]}',
             "advantage: expected numbers from -1e12 to 1e12, got 9.9",
         ),
-        (
-            b'{"tokens": [1, 2], "loss_mask": [0, 1e40]}',
-            "loss_mask: expected numbers up to 1e12, got 1e+40",
-        ),
+        (b'{"tokens": [1, 2], "loss_mask": [0, 1e40]}', "loss_mask: expected numbers up to 1e12, got 1e+40"),
         (b'{"tokens": [1]', "broken JSON at character 15: Expecting ',' delimiter; it ends too early"),
         (
             b'{"id": "a',

@@ -1,8 +1,12 @@
-"""Hand-made sessions of coding agents, one of each kind, with what their readers make of them."""
+"""Hand-made sessions of coding agents, one of each kind, and what their readers make of one, as text."""
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
 from typing import Any
+
+from titan_tree.data.readers import read_records
 
 Row = dict[str, Any]
 
@@ -195,3 +199,22 @@ OPENHANDS_NEWER = [
     ),
     openhands_event("e8", "MessageEvent", llm_message={"role": "assistant", "content": [text("done")]}),
 ]
+
+
+def turns(messages: list[Row]) -> list[str]:
+    """Returns role and text of each message; * marks an answer that is not trained, ! a call."""
+    return [
+        ("*" if message.get("weight") == 0 else "")
+        + f"{message['role']}: {message['content']}"
+        + "".join(f" !{call['id']}" for call in message.get("tool_calls", ()))
+        for message in messages
+    ]
+
+
+def read(file: str | Path) -> tuple[list[tuple[int | None, list[str]]], dict[str, int]]:
+    """Returns the trajectories of the only record as (prompt tokens, turns), and what was left out."""
+    skipped: Counter[str] = Counter()
+    ((_, record),) = read_records(str(file), skipped=skipped)
+    trajectories = record["trajectories"]
+    assert [t["rollout_id"] for t in trajectories] == [record["id"]] * len(trajectories)
+    return [(t["prompt_tokens"], turns(t["messages"])) for t in trajectories], dict(skipped)

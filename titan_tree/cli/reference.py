@@ -95,7 +95,10 @@ def _walk(declared: type, name: str) -> dict[tuple[str, type], dict[str, Any]]:
         make = field.default_factory
         if make is not dataclasses.MISSING and dataclasses.is_dataclass(default := make()):
             inner = f"{name}.{field.name}".lstrip(".")
-            tables[inner, type(default)] = vars(default)
+            values = tables[inner, type(default)] = dict(vars(default))
+            if make is type(default):  # as declared: an instance may hold what "auto" means on this machine
+                fields = dataclasses.fields(default)
+                values |= {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
             tables |= _walk(type(default), inner)
     return tables
 

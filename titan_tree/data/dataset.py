@@ -134,6 +134,7 @@ class TreeDataset:
 
         Args:
             sizes: of the files.
+
         Raises:
             UserError: the weights leave an epoch without groups, or its groups end before the position.
         """

@@ -104,8 +104,8 @@ class StepLoader(Generic[T]):
     def __iter__(self) -> Iterator[tuple[T, Position]]:
         """Starts to make the first steps, and returns an iterator over all of them."""
         if self.workers:
-            with _safe_path():  # if the first worker started it, it would unblock some signals
-                resource_tracker.ensure_running()
+            with _safe_path():
+                resource_tracker.ensure_running()  # if the first worker started it, it would unblock signals
         with _signals_blocked():  # the thread and the workers inherit this
             with _safe_path():
                 workers = _Worker.start(self.workers)
@@ -293,7 +293,7 @@ class _Collector(QueueHandler):
 
 @contextmanager
 def _safe_path() -> Iterator[None]:
-    """Python processes that start in its block import no module from the current directory by themselves."""
+    """Keeps Python processes that start in its block from importing modules from the current directory."""
     before = os.environ.get("PYTHONSAFEPATH", "")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:

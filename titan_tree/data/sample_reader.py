@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import io
 import logging
-import math
-import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -42,7 +38,7 @@ from titan_tree.data.schema import (
 )
 from titan_tree.data.token_store import STORED, StoredGroup, TokenStore
 from titan_tree.errors import UserError, count, errors_at, printable, shorten
-from titan_tree.tree.path_fields import advantage_array, wrong
+from titan_tree.tree.path_fields import advantage_array, decoded_array, wrong
 from titan_tree.tree.paths import ModelLimits, TokenPath
 from titan_tree.tree.routed_experts import Replay, has_experts
 from titan_tree.tree.token_tree import TokenTree
@@ -246,29 +242,29 @@ class SampleReader:
         if file in self._searched:
             return self.fields.message()
         self._searched.add(file)
-        counts, self.fields.counts, self.fields.raises = self.fields.counts, Counter(), False
+        found = UnknownFields(self.config.ignore_fields, raises=False)
+        found.problems |= self.fields.problems
         with suppress(UserError):  # of the rest of the file, which only unknown fields concern here
             for other in group_records(read_records(file, self.config.format), {}):
                 with suppress(UserError):
-                    for trajectory in group_trajectories(other, self.fields):
-                        self._check_fields(trajectory.record)
-        self.fields.counts, self.fields.raises = counts, True
-        return self.fields.message()
+                    for trajectory in group_trajectories(other, found):
+                        self._check_fields(trajectory.record, found)
+        return found.message()
 
-    def _check_fields(self, record: Record) -> None:
+    def _check_fields(self, record: Record, fields: UnknownFields) -> None:
         """Raises UserError for unknown fields of a trajectory and of its messages."""
         if is_text(record):
-            check_record(record, "a text", self.fields)
+            check_record(record, "a text", fields)
         elif record.get("messages") is None:
-            check_record(record, "token ids", self.fields)
+            check_record(record, "token ids", fields)
         else:
             reason = (
                 "not allowed together with messages, because the chat template makes the tokens; remove it"
             )
             refuse_fields(record, TOKEN_FIELDS, reason)
-            check_record(record, "a conversation", self.fields)
+            check_record(record, "a conversation", fields)
             template_fields = self.tokenizer.template_fields if self.tokenizer else frozenset()
-            check_messages(_marked_messages(record), template_fields, self.fields)
+            check_messages(_marked_messages(record), template_fields, fields)
 
     def _paths_by_trajectory(self, group: Group) -> list[tuple[Trajectory, list[TokenPath]]]:
         trajectories = []
@@ -318,7 +314,7 @@ class SampleReader:
         elif kinds == ["messages"]:
             paths = self._conversation_paths(trajectory)
         else:
-            self._check_fields(record)
+            self._check_fields(record, self.fields)
             paths = [_token_path(name, kinds[0], record)]
             self.endings[ending(record.get("finish_reason"), "finish_reason")] += 1
             self._warn_about_zeros(trajectory.place, paths[0])
@@ -330,7 +326,7 @@ class SampleReader:
         """Returns the path of a text as it is. Its prompt is not trained, and no token is added."""
         if self.tokenizer is None:
             raise UserError("text: text needs a tokenizer, and none is set; set data.tokenizer")
-        self._check_fields(record)
+        self._check_fields(record, self.fields)
         prompt, text = record.get("prompt") or "", record["text"]
         if not isinstance(prompt, str):
             raise wrong("prompt", "a string beside text", type(prompt).__name__)
@@ -345,7 +341,7 @@ class SampleReader:
         place, name, record = trajectory
         if self.tokenizer is None:
             raise UserError("messages: conversations need a tokenizer, and none is set; set data.tokenizer")
-        self._check_fields(record)
+        self._check_fields(record, self.fields)
         fields = present_fields(record, PATH_FIELDS)
         for field, value in fields.items():
             if isinstance(value, list):
@@ -473,25 +469,8 @@ def _token_path(name: str, kind: str, record: Record) -> TokenPath:
     """Returns the path of a trajectory whose field ``kind`` holds token ids; no loss on filtered ones."""
     fields = present_fields(record, (*TOKEN_FIELDS, *PATH_FIELDS))
     if isinstance(encoded := fields.get("routed_experts"), str):
-        fields["routed_experts"] = _decode_array("routed_experts", encoded)
+        fields["routed_experts"] = decoded_array("routed_experts", encoded)
     path = TokenPath(record[kind], id=name, **fields)
     if ending(record.get("finish_reason"), "finish_reason") == "filtered":
         path.loss_mask = np.zeros_like(path.loss_mask)
     return path
-
-
-def _decode_array(field: str, encoded: str) -> np.ndarray:
-    """Returns the array of integers that ``numpy.save`` wrote and base64 encoded."""
-    expected = f"{field}: expected base64 of a .npy file of integers"
-    try:
-        content = base64.b64decode(encoded, validate=True)
-        file = io.BytesIO(content)
-        if np.lib.format.read_magic(file) != (1, 0):
-            raise ValueError("a format version other than 1.0")
-        shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
-        values = content[file.tell() :]
-        if dtype.kind not in "iu" or len(values) != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{len(values)} bytes of values of {dtype} and shape {shape}")
-        return np.frombuffer(values, dtype).reshape(shape, order="F" if is_fortran else "C")
-    except (ValueError, EOFError, SyntaxError, TypeError, tokenize.TokenError) as error:
-        raise UserError(f"{expected}, got {str(error)[:80]}; encode the file again") from None

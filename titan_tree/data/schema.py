@@ -68,17 +68,8 @@ BOOKKEEPING = frozenset(  # names that say where data comes from; ignored in rec
     # Of harnesses and their data sets:
     | {"ts", "time", "updated_at", "start_time", "end_time", "elapsed", "elapsed_s", "cost_usd"}
     | {"trial", "trial_id", "step_index", "step_id", "attempt", "session_id", "trace_id", "span_id", "run_id"}
-    | {
-        "harness_version",
-        "version",
-        "instance_id",
-        "traj_id",
-        "trajectory_format",
-        "resolved",
-        "patch",
-        "repo",
-    }
-    | {"agent", "exit_status", "extra"}
+    | {"harness_version", "version", "instance_id", "traj_id", "trajectory_format", "resolved", "patch"}
+    | {"repo", "agent", "exit_status", "extra"}
 )
 ADVICE = {  # what to do about fields that are probably meant to be read
     "labels": "not read; give unpadded tokens and a loss_mask (0: not trained on)",
@@ -143,29 +134,33 @@ class UnknownFields:
 
     Args:
         ignored: fields that are no errors, such as ``name`` or ``messages[*].name``; "*" stands for all.
+        raises: whether ``refuse`` raises. Otherwise ``problems`` collects those of several records.
 
     Attributes:
         counts: how often unknown fields were ignored, by name.
         problems: what is wrong with each of the others that were found, by name.
-        raises: whether a record with such fields raises. Otherwise they are collected.
     """
 
-    def __init__(self, ignored: Iterable[str] = "*") -> None:
+    def __init__(self, ignored: Iterable[str] = "*", raises: bool = True) -> None:
         self.ignored = frozenset(name.rpartition("[*].")[2] for name in ignored) | BOOKKEEPING
         self.counts: Counter[str] = Counter()
         self.problems: dict[str, str] = {}
-        self.raises = True
+        self.raises = raises
 
     def check(self, record: Record, known: Set[str], kind: str, where: str = "") -> None:
-        """Raises UserError for the unknown fields of a record or message; all of them in one message."""
+        """Adds the unknown fields of a record or message to ``counts`` or ``problems``."""
         if record.keys() <= known:
             return
-        found = [name for name, value in record.items() if value is not None and name not in known]
-        for name in found:
+        for name, value in record.items():
+            if value is None or name in known:
+                continue
             if name in self.ignored or "*" in self.ignored:
                 self.counts[name] += 1
             else:
                 self.problems[f"{where}{name[:60]}"] = _problem(name[:60], known, kind)
+
+    def refuse(self) -> None:
+        """Raises UserError for all unknown fields that were found."""
         if self.raises and self.problems:
             raise UserError(self.message())
 
@@ -204,6 +199,7 @@ def check_record(record: Record, kind: str, fields: UnknownFields) -> None:
         UserError: unknown fields, or text, a boolean or null in place of a number.
     """
     fields.check(record, KNOWN[kind], kind)
+    fields.refuse()
     for field, value in record.items():
         types = _TYPES.get(field)
         if types is None or value is None or hasattr(value, "dtype"):
@@ -226,13 +222,10 @@ def check_messages(messages: object, template_fields: Set[str], fields: UnknownF
         fields: see ``check_record``.
     """
     known = MESSAGE_FIELDS | template_fields
-    raises, fields.raises = fields.raises, False
     for message in messages if isinstance(messages, list) else ():
-        if isinstance(message, dict) and not message.keys() <= known:
+        if isinstance(message, dict):
             fields.check(message, known, "a message", "messages[*].")
-    fields.raises = raises
-    if raises and fields.problems:
-        raise UserError(fields.message())
+    fields.refuse()
 
 
 def turn_weights(messages: Iterable[Mapping[str, object]]) -> list[int]:

@@ -5,7 +5,10 @@ T is the number of tokens of the path, and S the number of ids in its sampling m
 
 from __future__ import annotations
 
+import base64
+import io
 import math
+import tokenize
 from collections.abc import Callable
 from typing import NamedTuple, SupportsFloat, cast
 
@@ -286,3 +289,20 @@ def _flat(value: object) -> SamplingMask:
 def _starts(sizes: np.ndarray) -> np.ndarray:
     starts: np.ndarray = np.cumsum(sizes, dtype=np.int64) - sizes
     return starts
+
+
+def decoded_array(field: str, encoded: str) -> np.ndarray:
+    """Returns the array of integers that ``numpy.save`` wrote and base64 encoded."""
+    expected = f"{field}: expected base64 of a .npy file of integers"
+    try:
+        content = base64.b64decode(encoded, validate=True)
+        file = io.BytesIO(content)
+        if np.lib.format.read_magic(file) != (1, 0):  # type: ignore[no-untyped-call]
+            raise ValueError("a format version other than 1.0")
+        shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]
+        values = content[file.tell() :]
+        if dtype.kind not in "iu" or len(values) != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{len(values)} bytes of values of {dtype} and shape {shape}")
+        return np.frombuffer(values, dtype).reshape(shape, order="F" if is_fortran else "C")
+    except (ValueError, EOFError, SyntaxError, TypeError, tokenize.TokenError) as error:
+        raise UserError(f"{expected}, got {str(error)[:80]}; encode the file again") from None

@@ -153,10 +153,7 @@ CALLING_USER = {"role": "user", "content": "", "tool_calls": [{}]}
         (call(function="f"), f"{CALL}.function: expected an object with name and arguments, got 'f'"),
         (call(function={"name": 1}), f"{CALL}.function.name: expected a string, got 1"),
         (call(id=[1], name="f", arguments={}), f"{CALL}.id: expected a string or an integer, got [1]"),
-        (
-            [{"role": "tool", "tool_call_id": {}}],
-            "[0].tool_call_id: expected a string or an integer, got {}",
-        ),
+        ([{"role": "tool", "tool_call_id": {}}], "[0].tool_call_id: expected a string or an integer, got {}"),
         *(
             (
                 call(**{field: "g"}, function={"name": "f", "arguments": {}}),

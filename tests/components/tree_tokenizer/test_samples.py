@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.datasets import REAL_DATA
-from tests.support.trip import (
-    ASSISTANT,
-    CALLS,
-    TRIP,
-    WEATHER,
-)
+from tests.support.trip import ASSISTANT, CALLS, TRIP, WEATHER
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.errors import UserError
 from titan_tree.tree.token_tree import TokenTree, TreeStats

@@ -12,12 +12,7 @@ from tests.support.conversations import MERGES
 from tests.support.plain_samples import plain_environment
 from tests.support.tokenizer_files import PIPELINES
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.components.tree_tokenizer.encoders import (
-    BytePairEncoder,
-    LibraryEncoder,
-    Spans,
-    TextEncoder,
-)
+from titan_tree.components.tree_tokenizer.encoders import BytePairEncoder, LibraryEncoder, Spans, TextEncoder
 from titan_tree.components.tree_tokenizer.samples import PrefixEncoder
 from titan_tree.components.tree_tokenizer.sandbox import JSON_TEXTS, ChatEnvironment, JsonTexts
 from titan_tree.components.tree_tokenizer.templates import ChatTemplate

@@ -227,10 +227,7 @@ def test_a_byte_order_mark_is_no_part_of_a_template(tmp_path):
 
 def test_unusable_templates_are_errors(tmp_path):
     for template, message in (
-        (
-            "nowhere.jinja",
-            r"nowhere\.jinja: expected chatml, qwen3, a file or Jinja text, got no such file$",
-        ),
+        ("nowhere.jinja", r"nowhere\.jinja: expected chatml, qwen3, a file or Jinja text, got no such file$"),
         ("Qwen3", "chat template Qwen3: .* got no such file; did you mean 'qwen3'"),
         ("{% for %}", r"\(text\), line 1: "),
         ("{{ messages[0].content.nothing.more }}", r"\(text\): 'str object' has no attribute 'nothing'"),

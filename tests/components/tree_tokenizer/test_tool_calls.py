@@ -52,12 +52,7 @@ def test_arguments_given_as_text_keep_their_characters(text):
 def test_a_template_that_needs_an_object_gets_it():
     assert AS_JSON.render([ASK, calling('{"a":1,"b":[true,1.5]}')]) == '{"a": 1, "b": [true, 1.5]};'
     assert BY_NAME.render([ASK, calling('{"a":1,  "b":"c"}')]) == "<a>1</><b>c</>"
-    for number, shown in (
-        ("1.10", "1.1"),
-        ("1e5", "100000.0"),
-        ("-0", "0"),
-        ("0.30e0", "0.3"),
-    ):
+    for number, shown in (("1.10", "1.1"), ("1e5", "100000.0"), ("-0", "0"), ("0.30e0", "0.3")):
         for tokenizer in (AS_JSON, BY_NAME):
             with pytest.raises(UserError) as error:
                 tokenizer.render([ASK, calling("{}"), ASK, calling(f'{{"x": {number}}}')])

@@ -1,4 +1,4 @@
-"""Writes a byte tokenizer as the files that ``AutoTokenizer`` of the library transformers reads."""
+"""Writes files of a tokenizer: the ends of answers for engines, and a byte tokenizer for transformers."""
 
 from __future__ import annotations
 

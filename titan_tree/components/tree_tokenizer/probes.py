@@ -12,7 +12,6 @@ import re
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
-from typing import NamedTuple
 
 from titan_tree.components.tree_tokenizer.messages import Message
 from titan_tree.components.tree_tokenizer.templates import CallForm, ChatTemplate, End
@@ -21,20 +20,7 @@ from titan_tree.errors import UserError
 
 Tools = Sequence[Mapping[str, object]]
 Variables = Mapping[str, object]
-
-
-class Marks(NamedTuple):
-    """The mark of each text of a message or of the tools, as (field, mark), in order."""
-
-    fields: list[tuple[str, str]]
-
-    def missing(self, text: str) -> str | None:
-        """Returns the first field whose mark is missing in the text, which is in lower case."""
-        return next((field for field, mark in self.fields if mark not in text), None)
-
-    def last(self, text: str) -> str:
-        """Returns the last mark in the text."""
-        return max((mark for _, mark in self.fields), key=text.rfind)
+Marks = list[tuple[str, str]]  # (field, mark) of each text of a message or of the tools, in order
 
 
 class Probe:
@@ -47,8 +33,8 @@ class Probe:
         self.messages, self.marks = [m for m, _ in planted], [marks for _, marks in planted]
 
     def message(self, message: Message) -> tuple[Message, Marks]:
-        """Returns a message with marks, and the marks that a prompt must show: all but those of thoughts."""
-        marks: list[tuple[str, str]] = []
+        """Returns a message with marks, and the marks that a prompt must have: not those of thoughts."""
+        marks: Marks = []
         planted = {field: value for field, value in message.items() if field != "prefill"}
         if message.get("reasoning_content"):
             planted["reasoning_content"] = self._mark()
@@ -59,9 +45,9 @@ class Probe:
             planted["tool_calls"] = [
                 self._call(call, f"tool_calls[{index}]", marks) for index, call in enumerate(calls)
             ]
-        return planted, Marks(marks)
+        return planted, marks
 
-    def _call(self, call: Message, where: str, marks: list[tuple[str, str]]) -> Message:
+    def _call(self, call: Message, where: str, marks: Marks) -> Message:
         name, key, value = self._mark(), self._mark(), self._mark()
         arguments: object = call["function"]["arguments"]
         marks.append((f"{where}.name", name))
@@ -75,7 +61,7 @@ class Probe:
         return {**call, "function": {"name": name, "arguments": arguments}}
 
     def _tools(self, tools: Tools) -> tuple[list[dict[str, object]], Marks]:
-        marks: list[tuple[str, str]] = []
+        marks: Marks = []
         planted = []
         for index, tool in enumerate(tools):
             inner = tool.get("function")
@@ -91,7 +77,12 @@ class Probe:
                 function["parameters"] = {**parameters, "properties": types}
                 marks += [(f"tools[{index}].parameters", name) for name in names]
             planted.append({**tool, "function": function} if isinstance(inner, dict) else function)
-        return planted, Marks(marks)
+        return planted, marks
+
+
+def _missing(marks: Marks, text: str) -> str | None:
+    """Returns the first field whose mark is missing in the text, which is in lower case."""
+    return next((field for field, mark in marks if mark not in text), None)
 
 
 def check_context(
@@ -119,9 +110,9 @@ def check_context(
     except UserError:  # the template refuses the conversation, or depends on its texts
         return
     for turn, prompt in zip(chosen, map(str.lower, prompts), strict=True):  # a template may change the case
-        hidden = [(probe.tool_marks.missing(prompt), "")]
+        hidden = [(_missing(probe.tool_marks, prompt), "")]
         for index, message in enumerate(messages[:turn]):
-            hidden.append((probe.marks[index].missing(prompt), f"messages[{index}] ({message['role']}) "))
+            hidden.append((_missing(probe.marks[index], prompt), f"messages[{index}] ({message['role']}) "))
         for field, where in hidden:
             if field is not None:
                 raise UserError(
@@ -168,7 +159,7 @@ def find_call_form(
         except UserError:
             continue
         is_python = re.search(r"\{'zq\d+qz': 'zq\d+qz'\}", text)  # an object that was printed as text
-        if not is_python and not any(marks.missing(text.lower()) for marks in asked):
+        if not is_python and not any(_missing(marks, text.lower()) for marks in asked):
             return
     template.call_form = None
 
@@ -220,7 +211,8 @@ def find_end(
         final = render(probe.messages)
     except UserError:  # the template depends on the texts of messages
         return End("")
-    last, following_mark = probe.marks[-1].last(final), planted[0][1].fields[0][1]
+    last = max((mark for _, mark in probe.marks[-1]), key=final.rfind)
+    following_mark = planted[0][1][0][1]
     final = final.rpartition(last)[2]
     try:
         text, found, _ = render([*probe.messages, *(m for m, _ in planted)]).partition(following_mark)

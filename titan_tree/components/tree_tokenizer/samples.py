@@ -79,8 +79,8 @@ class ConversationSamples:
     def render_turns(self, indices: Sequence[int]) -> Iterator[RenderedSample]:
         """Renders the conversation up to and including each of the given assistant messages.
 
-        The completion ends with the token at which an engine stops, see ``find_end``. What the template adds
-        after it, such as white space, the model did not write, so it has loss mask 0. It stays in the sample
+        The completion ends with the token at which an engine stops, see ``find_end``. The model did not write
+        what the template adds after it, such as white space, so that has loss mask 0. It stays in the sample
         because the prompts of later turns contain it, so the tree shares all tokens of the sample with them.
 
         If the model did not end its answer, the sample ends with the text of the answer. If the message is

@@ -25,11 +25,8 @@ from titan_tree.errors import UserError, did_you_mean, require_unicode
 
 BUILT_IN = ("chatml", "qwen3")
 MAX_SOURCE = 1 << 18  # characters of a template
-SETTINGS = (
-    "turns",
-    "text_before_calls_is_reasoning",
-    "part_separator",
-)  # of samples, beside a template's variables
+# Of samples, beside a template's variables.
+SETTINGS = ("turns", "text_before_calls_is_reasoning", "part_separator")
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # the marks of text spans, which sandbox.py makes
 _MARKS = re.compile(f"[{OPEN}{CLOSE}]")
 

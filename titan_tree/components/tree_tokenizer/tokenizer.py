@@ -20,11 +20,7 @@ from titan_tree.components.tree_tokenizer.messages import (
 from titan_tree.components.tree_tokenizer.probes import find_call_form, find_separator
 from titan_tree.components.tree_tokenizer.samples import ConversationSamples, Turns
 from titan_tree.components.tree_tokenizer.templates import ChatTemplate
-from titan_tree.components.tree_tokenizer.tool_calls import (
-    has_parts,
-    ordered_results,
-    readable_arguments,
-)
+from titan_tree.components.tree_tokenizer.tool_calls import has_parts, ordered_results, readable_arguments
 from titan_tree.components.tree_tokenizer.vocabulary import (
     QWEN_PATTERN,
     NormalForm,

@@ -143,6 +143,14 @@ def joined(row: Message, fields: Message) -> Message:
     return row | {name: value for name, value in fields.items() if value is not None or name not in row}
 
 
+def with_answers(row: Message, records: list[Message]) -> Message:
+    """Returns a row with its answer, or as a task with the trajectories of several answers."""
+    if len(records) == 1:
+        return joined(row, records[0])
+    shared = {name: row[name] for name in ("temperature", "reward") if name in row}
+    return joined(without(row, shared), {"trajectories": [shared | record for record in records]})
+
+
 def text_of(content: object, where: str) -> str:
     """Returns the text of a message's content: a string, null, or a list of text parts.
 

@@ -17,11 +17,12 @@ from titan_tree.data.readers.chat import (
     joined,
     mark_of,
     marked,
+    with_answers,
     without,
     without_temperature_0,
 )
 from titan_tree.data.readers.row_reader import PAIR_COLUMNS, SAMPLED, RowReader, expect
-from titan_tree.data.readers.sampled import recorded, with_answers
+from titan_tree.data.readers.sampled import recorded
 from titan_tree.data.readers.text_rows import is_trl_log, log_fields
 from titan_tree.errors import UserError, shorten
 

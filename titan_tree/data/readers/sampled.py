@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from titan_tree.data.readers import Record
-from titan_tree.data.readers.chat import joined, mark_of, without, without_temperature_0
+from titan_tree.data.readers.chat import mark_of, with_answers, without, without_temperature_0
 from titan_tree.data.readers.row_reader import RowReader, expect, warn_once
 from titan_tree.data.readers.token_rows import TokenRowReader
 from titan_tree.errors import UserError, shorten
@@ -70,15 +70,7 @@ def recorded(path: str, request: Record, response: Record, choice: Record, where
     warn_once(path, AS_RECORDED)
     row: Record = {"prompt_ids": prompt, "completion_ids": ids, "response_logprobs": logprobs}
     row["sampling_mask"] = choice.get("sampling_mask") or info.get("output_token_sampling_mask")
-    if isinstance(experts := choice.get("routed_experts"), list):
-        experts = _list(response, "prompt_routed_experts", "response") + experts
-        size = len(prompt) + len(ids)
-        if len(experts) not in (size - 1, size):  # engines do not read the last token
-            raise UserError(
-                f"{where}.routed_experts: expected {size - 1} entries, for the prompt and the answer without "
-                f"its last token, got {len(experts)}; log prompt_routed_experts, too"
-            )
-    row["routed_experts"] = experts
+    row["routed_experts"] = _experts(choice, response, len(prompt) + len(ids), where)
     if info.get("routed_experts") is not None:
         warn_once(path, SHAPELESS)
     settings = request.get("sampling_params") or request
@@ -87,6 +79,20 @@ def recorded(path: str, request: Record, response: Record, choice: Record, where
     finish = info.get("finish_reason", mark_of(choice, where))
     row["finish_reason"] = finish.get("type") if isinstance(finish, dict) else finish
     return {name: value for name, value in TokenRowReader().convert(row).items() if value is not None}
+
+
+def _experts(choice: Record, response: Record, size: int, where: str) -> object:
+    """Returns the experts of ``size`` tokens of the prompt and the answer, or None if none were recorded."""
+    experts = choice.get("routed_experts")
+    if not isinstance(experts, list):
+        return experts
+    experts = _list(response, "prompt_routed_experts", "response") + experts
+    if len(experts) not in (size - 1, size):  # engines do not read the last token
+        raise UserError(
+            f"{where}.routed_experts: expected {size - 1} entries, for the prompt and the answer without its "
+            f"last token, got {len(experts)}; log prompt_routed_experts, too"
+        )
+    return experts
 
 
 def _counted(response: Record, choice: Record) -> object:
@@ -182,11 +188,3 @@ class EngineCallReader(RowReader):
         if len({tuple(r["tokens"][: r["loss_mask"].index(1)]) for r in records}) > 1:
             raise UserError("response: expected answers to one prompt, got several; log a row per prompt")
         return with_answers(without(row, ("request", "response")), records)
-
-
-def with_answers(row: Record, records: list[Record]) -> Record:
-    """Returns a row with its answer, or as a task with the trajectories of several answers."""
-    if len(records) == 1:
-        return joined(row, records[0])
-    shared = {name: row[name] for name in ("temperature", "reward") if name in row}
-    return joined(without(row, shared), {"trajectories": [shared | record for record in records]})

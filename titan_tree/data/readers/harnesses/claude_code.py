@@ -238,24 +238,13 @@ def _keep_messages(
     if not listed and not segment:
         return
     boundary, anchor = str(row.get("uuid")), (segment or listed).get("anchorUuid")
-    lines = expect(listed.get("uuids") or [segment.get("tailUuid")], list, "uuids", "a list of events")
-    line = lines[0]
-    while "uuids" not in listed and isinstance(line, str) and line in parents:
-        if lines[0] == segment.get("headUuid"):
-            break
-        line = parents[line]
-        lines = [
-            line and line.rpartition("/")[2],
-            *lines,
-        ]  # of a copy that an earlier compaction made, its line
-        if len(lines) > len(parents):
-            break
+    lines = expect(listed.get("uuids") or _segment(segment, parents), list, "uuids", "a list of events")
     if not all(isinstance(uuid, str) and uuid in parents for uuid in (boundary, anchor, *lines)):
         raise UserError(
             "compactMetadata: expected the messages that the compaction kept, but some are missing, so what "
             "later answers read is not known; remove the file"
         )
-    copies: dict[object, str] = {}  # the copy behind which a line of the segment stands
+    copies: dict[object, str] = {}  # by line of the segment: the copy that the next message follows
     last = str(anchor)
     for uuid in lines:
         if (original := messages.get(uuid)) is not None and original.uuid not in copies:
@@ -271,6 +260,21 @@ def _keep_messages(
             parents[uuid] = copies[parent]
             if uuid in messages:
                 messages[uuid].is_root = False
+
+
+def _segment(segment: Record, parents: dict[str, str | None]) -> list[object]:
+    """Returns the ids of a segment's lines. The walk from the last one ends early if a parent is missing.
+
+    A copy that an earlier compaction made counts as the line that it repeats.
+    """
+    line = segment.get("tailUuid")
+    lines = [line]
+    while isinstance(line, str) and line in parents and lines[-1] != segment.get("headUuid"):
+        line = parents[line]
+        lines.append(line and line.rpartition("/")[2])
+        if len(lines) > len(parents):  # a cycle
+            break
+    return lines[::-1]
 
 
 def _events(messages: dict[str, _Message], parents: dict[str, str | None], source: Source) -> list[Event]:

@@ -72,7 +72,7 @@ class CodexReader(SessionReader):
         prompt_tokens: int | None = None
 
         def end_history(num_kept: int = 0) -> None:
-            """Makes the events of the items, and takes all but the first ``num_kept`` items back."""
+            """Makes the events of the items, and drops all but the first ``num_kept`` items."""
             nonlocal items, history, prompt_tokens
             if not history:
                 history = [Event(None, [*system, *(root or [])])]
@@ -95,15 +95,7 @@ class CodexReader(SessionReader):
                         continue
                     if kind == "compacted":
                         end_history()
-                        replacement = payload.get("replacement_history")
-                        if replacement is None:
-                            warn_once(source.path, SHORT_SUMMARY)
-                            replacement = [_text_item("user", payload.get("message"))]
-                        kept = [
-                            item
-                            for entry in expect(replacement, list, "replacement_history", "a list of items")
-                            if (item := _item(expect(entry, dict, "replacement_history", "items"), source))
-                        ]
+                        kept = _replacement(payload, source)
                         root = context(responses.messages(kept, "replacement_history"))
                         continue
                     if kind == "event_msg" and payload.get("type") == "thread_rolled_back":
@@ -150,6 +142,18 @@ def _item(payload: Record, source: Source) -> Record | None:
     return item
 
 
+def _replacement(payload: Record, source: Source) -> list[Record]:
+    """Returns the items that a compaction puts in place of the history."""
+    replacement = payload.get("replacement_history")
+    if replacement is None:
+        warn_once(source.path, SHORT_SUMMARY)
+        summary = expect(payload.get("message"), str, "message", "a string")
+        return [{"type": "message", "role": "user", "content": summary}]
+    entries = expect(replacement, list, "replacement_history", "a list of items")
+    items = (_item(expect(entry, dict, "replacement_history", "items"), source) for entry in entries)
+    return [item for item in items if item is not None]
+
+
 def _num_kept(items: list[Record], payload: Record, is_compacted: bool) -> int:
     """Returns how many items a rollback of the last turns of the user leaves.
 
@@ -169,10 +173,6 @@ def _num_kept(items: list[Record], payload: Record, is_compacted: bool) -> int:
 def _begins_turn(item: Record) -> bool:
     text = text_of(item.get("content"), "payload.content")
     return item.get("role") == "user" and not text.lstrip().startswith(NO_TURN)
-
-
-def _text_item(role: str, text: object) -> Record:
-    return {"type": "message", "role": role, "content": expect(text, str, "message", "a string")}
 
 
 def _prompt_tokens(payload: Record) -> int | None:

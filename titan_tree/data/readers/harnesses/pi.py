@@ -22,7 +22,7 @@ from titan_tree.data.readers.row_reader import expect, warn_once
 from titan_tree.errors import UserError, errors_at
 
 STOPS = {"toolUse": "tool_use"}  # marks that are spelled in another way than elsewhere
-SUMMARIES = {  # how Pi shows the model a summary: the text before it, and behind it
+SUMMARIES = {  # how Pi shows the model a summary: the text before and after it
     "compaction": (
         "The conversation history before this point was compacted into the following summary:\n\n<summary>\n",
         "\n</summary>",
@@ -102,9 +102,9 @@ def _events_from(first: Event | None, last: Event | None, above: dict[Event, Eve
     """Returns the events from one to another below it; none if the first is not above the last."""
     events: list[Event] = []
     while last is not None:
-        events.insert(0, last)
+        events.append(last)
         if last is first:
-            return events
+            return events[::-1]
         last = above[last]
     return []
 
@@ -116,10 +116,10 @@ def _has_failed(event: Event) -> bool:
 def _messages(row: Record, source: Source) -> list[Message]:
     kind = row["type"]
     if kind in SUMMARIES:
-        before, behind = SUMMARIES[kind]
+        before, after = SUMMARIES[kind]
         summary = expect(row.get("summary"), str, "summary", "a string")
         is_shown = summary or kind == "compaction"
-        return [{"role": "user", "content": f"{before}{summary}{behind}"}] if is_shown else []
+        return [{"role": "user", "content": f"{before}{summary}{after}"}] if is_shown else []
     said = row if kind == "custom_message" else row.get("message")
     message = expect(said, dict, "message", "an object with role and content")
     role = "user" if kind == "custom_message" else message.get("role")

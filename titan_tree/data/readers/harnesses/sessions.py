@@ -1,4 +1,4 @@
-"""Sessions of coding agents as they lie on disk: the parts that their readers share.
+"""Sessions of coding agents as they are stored on disk: the parts that their readers share.
 
 A session is a tree of events. An edited or retried message and turns that were taken back are forks, a
 sub-agent has a root of its own, and so has the context after a compaction. The session becomes one record,
