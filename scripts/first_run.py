@@ -17,7 +17,7 @@ CONFIG = Path(__file__).resolve().parents[1] / "train_configs" / "demo.toml"
 
 def first_run() -> int:
     """Returns the exit status of the first command that fails, or 0."""
-    print("Training a tiny Qwen3 on the bundled sample takes 1 to 2 minutes. Loading torch ...", flush=True)
+    print("Training a tiny Qwen3 on the bundled sample takes about a minute. Loading torch ...", flush=True)
     folder = load_config(CONFIG).folder
     page = f"{folder}/xray.html"
     status = main(["train", str(CONFIG)])

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train a model. The first run sets up the Python environment (scripts/setup.sh).
 #
-#   ./scripts/train.sh                            the demo (scripts/first_run.py): one to two minutes on a CPU
+#   ./scripts/train.sh                            the demo (scripts/first_run.py): about a minute on a CPU
 #   ./scripts/train.sh CONFIG [key=value ...]     titan-tree train CONFIG, on all GPUs of this machine or on the CPU
 #
 # For several machines, start torchrun on each of them; see docs/parallelism.md.
