@@ -31,13 +31,13 @@ from titan_tree.tree.batch import TokenShard, TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
-# Allocates what the kernels of attention write, and computes nothing.
+# Allocates what the kernels of attention write, and computes nothing: the output is 0.
 SIZES = SimpleNamespace(
     is_automatic=lambda device: False,
     refusal=lambda *inputs: None,
     prepare=block_lists.prepare,
     attention=partial(operator.attention, "sizes"),
-    forward=lambda q, *_: (torch.empty_like(q), block_lists.empty_lse(q)),
+    forward=lambda q, *_: (torch.zeros_like(q), block_lists.empty_lse(q)),
 )
 
 
@@ -204,15 +204,15 @@ def saved_by(model: nn.Module, batch: TreeBatch) -> tuple[list[torch.Tensor], Mo
         return saved, model(batch)
 
 
-def compare_rows(rank: int, ports: list[int], expected: dict[str, int]) -> None:
-    """Compares what autograd saves per row that arrives for this rank's experts."""
+def compare_rows(rank: int, ports: list[int], expected: dict[str, tuple[int, int]]) -> None:
+    """Compares what autograd saves per row, and per copy, that arrives for this rank's experts."""
     ATTENTION_BACKENDS.register("sizes", SIZES)
     compile_module = nn.Module.compile
     options = {"backend": "aot_eager_decomp_partition", "fullgraph": True, "dynamic": True}
     with pytest.MonkeyPatch.context() as patch, process_group(rank, 2, ports[0]):
         patch.setattr(nn.Module, "compile", lambda module, **_: compile_module(module, **options))
         mesh = init_device_mesh("cpu", (2,))
-        for policy, per_row in expected.items():
+        for policy, per_arrival in expected.items():
             torch._dynamo.reset()
             model = build_model("qwen3_moe", "debug", "sizes", num_hidden_layers=1)
             model.init_weights(0)
@@ -224,18 +224,26 @@ def compare_rows(rank: int, ports: list[int], expected: dict[str, int]) -> None:
             chosen = out.routed_experts[0].long()
             everywhere = [torch.empty_like(chosen) for _ in range(2)]
             dist.all_gather(everywhere, chosen)
-            rows = int((torch.cat(everywhere) // 4 == rank).any(1).sum())
-            assert rows != 640  # then rows and tokens have different shapes
-            shapes = (rows, 128), (rows, 2)
-            sizes = {x.untyped_storage()._cdata: x.nbytes for x in saved if x.shape in shapes}
-            assert sum(sizes.values()) == per_row * rows, policy
+            is_here = torch.cat(everywhere) // 4 == rank
+            numbers = rows, copies = int(is_here.any(1).sum()), int(is_here.sum())
+            assert len({640, *numbers}) == 3  # then tokens, rows and copies have different shapes
+            shapes = ((rows, 128), (rows, 2)), ((copies,), (copies, 1), (copies, 2 * 96))
+            for number, per_one, those in zip(numbers, per_arrival, shapes, strict=True):
+                sizes = {x.untyped_storage()._cdata: x.nbytes for x in saved if x.shape in those}
+                assert sum(sizes.values()) == per_one * number, policy
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_traced_layers_keep_what_autograd_saves_per_arriving_row():
     layers, shared = LayerTrace(model_of(num_hidden_layers=1)), ParallelConfig(expert_parallel=2)
-    # The row and its copies; besides, the weight and the choice of each copy, and the token of each row sent.
-    assert layers.kept("selective", shared).per_row == 2 * 128 + 2 * 4 + 3 * 4
-    assert layers.kept("full", shared).per_row == 0
-    run_ranks(compare_rows, 2, {"selective": 2 * 128 + 2 * 4, "full": 0})
+    # The row, the number of each of its copies, and the token of each row sent; the weight and the choice of
+    # each copy, and without checkpointing its gate and its up-projection.
+    expected = {
+        "selective": (2 * 128 + 2 * 4, 2 * 4),
+        "none": (2 * 128 + 2 * 4, 2 * 4 + 2 * 2 * 96),
+        "full": (0, 0),
+    }
+    for policy, (per_row, per_copy) in expected.items():
+        assert layers.kept(policy, shared)[1:] == (per_row + 4 * (policy != "full"), per_copy), policy
+    run_ranks(compare_rows, 2, expected)

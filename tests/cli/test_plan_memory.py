@@ -233,8 +233,8 @@ def test_rows_that_arrive_for_experts_count_once_ranks_exchange_them():
     rows = 32 * 2 * (1 - 6 / 28)  # per pass: 6 of the 28 pairs of 8 experts avoid a rank's four
     parts = parts_of("last", parallel__expert_parallel=2)
     assert parts["activations"] == pytest.approx(64 * 100 + 2 * rows * 7)  # the chain is twice as long
-    half = 32 * 2 / 2  # of the copies, with 128 numbers each and 96 hidden units
-    assert parts["rows of the exchange"] == pytest.approx(2 * (2 * rows * 128 + half * 3 * (128 + 2 * 96)))
+    copies = 32 * 2  # with 128 numbers each and 96 hidden units
+    assert parts["rows of the exchange"] == pytest.approx(2 * (2 * rows * 128 + copies * (128 + 4 * 96)))
     assert parts["backward pass of a layer"] == pytest.approx(32 * 1000 + rows * 30)
     unbalanced = parts_of("last", parallel__expert_parallel=2, imbalance=1.5)
     assert unbalanced["rows of the exchange"] == pytest.approx(1.5 * parts["rows of the exchange"])

@@ -15,7 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.processes import process_group, run_ranks
 from titan_tree.components.moe.experts import ExpertWeight
 from titan_tree.components.moe.layer import Experts, MoE
-from titan_tree.distributed.experts.exchange import Arrived, count_rows, dispatch, waits
+from titan_tree.distributed.experts.exchange import (
+    Arrived,
+    count_rows,
+    dispatch,
+    num_parts,
+    token_parts,
+    waits,
+)
 from titan_tree.distributed.experts.sharded_experts import ShardedExperts
 from titan_tree.distributed.titan import FullAC, TreeSelectiveAC
 
@@ -121,7 +128,7 @@ def run_dispatch(case: Case, rank: int) -> Arrived:
     is_chosen = torch.zeros(len(x), NUM_EXPERTS, dtype=torch.bool).scatter(1, expert, True)
     counted = count_rows(is_chosen, group)
     arrived = Arrived(*dispatch(x.detach(), weight.detach(), expert, *counted, group))
-    for wait in waits(arrived.rows):
+    for wait in waits(arrived.rows, token_parts(counted[1])):
         wait()
     return arrived
 
@@ -200,17 +207,17 @@ def test_sharded_experts_equal_a_loop_over_tokens(results: Any, num_ranks: int, 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_token_travels_once_to_each_rank_of_its_experts(results: Any, num_ranks: int, name: str) -> None:
-    """Rows, router weights and numbers of copies arrive by half, sender and token."""
+    """Rows, router weights and numbers of copies arrive by part, sender and token."""
     inputs = [make_inputs(CASES[name], rank) for rank in range(num_ranks)]
     per_rank = NUM_EXPERTS // num_ranks
     for receiver in range(num_ranks):
         arrived = Arrived(*results[num_ranks][receiver][f"dispatch {name}"])
         rows, scale, ends = [], [], []
-        for half in range(2):
+        for part in range(num_parts(num_ranks)):
             copies: list[list[Tensor]] = [[] for _ in range(per_rank)]
             for x, weight, expert, _ in inputs:
-                length = (len(x) + 1) // 2
-                for token in range(half * length, min((half + 1) * length, len(x))):
+                length = -(-len(x) // num_parts(num_ranks))
+                for token in range(part * length, min((part + 1) * length, len(x))):
                     here = [j for j in range(expert.shape[1]) if expert[token, j] // per_rank == receiver]
                     rows += [x[token]] * bool(here)
                     for j in here:
@@ -247,9 +254,9 @@ def test_frozen_experts_pass_gradients_on(results: Any) -> None:
         assert of_weights == [None, None]
 
 
-@pytest.mark.parametrize(("policy", "backward"), [("no", 6), ("selective", 6), ("full", 11)])
-def test_checkpointing_stores_what_arrived(results: Any, policy: str, backward: int) -> None:
-    """One exchange sends counts, and in each half two send rows and choices, and one returns rows.
+@pytest.mark.parametrize(("policy", "repeated"), [("no", False), ("selective", False), ("full", True)])
+def test_checkpointing_stores_what_arrived(results: Any, policy: str, repeated: bool) -> None:
+    """One exchange sends counts, and in each part two send rows and choices, and one returns rows.
 
     In the backward pass one sends gradients of rows, and two return gradients of rows and choices. Full
     checkpointing repeats what sends rows, but does not compute experts and return results again.
@@ -257,5 +264,7 @@ def test_checkpointing_stores_what_arrived(results: Any, policy: str, backward: 
     for num_ranks in (2, 4):
         for every in results[num_ranks]:
             forward_calls, backward_calls, found = every[f"{policy} checkpointing"]
-            assert (forward_calls, backward_calls) == (1 + 2 * 3, backward)
+            parts = num_parts(num_ranks)
+            again = (1 + 2 * parts) * repeated
+            assert (forward_calls, backward_calls) == (1 + 3 * parts, 3 * parts + again)
             assert_equal(found, every["router"])

@@ -24,7 +24,7 @@ from tests.support.tiny_run import read_metrics, tiny_config, train
 from titan_tree.components.moe.layer import Experts
 from titan_tree.components.tree_loss.loss import TreeLoss, register_loss
 from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
-from titan_tree.distributed.experts.exchange import TokenHalf, _sort_copies
+from titan_tree.distributed.experts.exchange import TokenPart, _sort_copies
 from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.distributed.settings import ParallelConfig
@@ -294,10 +294,10 @@ def test_offloading_is_refused_with_sharded_experts(budget: tuple[Any, float | N
 def test_copies_are_sorted_by_expert_however_many_there_are(num_experts: int) -> None:
     last, none = num_experts - 1, num_experts
     local = torch.tensor([[last, 0], [none, 3], [none, last], [1, last]])
-    halves = [
-        TokenHalf([], [], slice(0, 0), slice(0, 2), slice(0, 3)),
-        TokenHalf([], [], slice(0, 0), slice(2, 4), slice(3, 6)),
+    parts = [
+        TokenPart([], [], slice(0, 0), slice(0, 2), slice(0, 3)),
+        TokenPart([], [], slice(0, 0), slice(2, 4), slice(3, 6)),
     ]
-    choice, copies = _sort_copies(local, halves, num_experts)
+    choice, copies = _sort_copies(local, parts, num_experts)
     assert choice.tolist() == [1, 3, 0, 6, 5, 7]
     assert copies.tolist() == [[2, 0], [-1, 1], [-1, 1], [0, 2]]

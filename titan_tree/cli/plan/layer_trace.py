@@ -1,4 +1,4 @@
-"""What each layer keeps for its backward pass, per token and per token copy that its experts receive.
+"""What each layer keeps for its backward pass, per token, and per row and copy that its experts receive.
 
 A layer is traced on the meta device, as training compiles it: with its activation checkpointing, and with the
 operators that exchange tokens. torch.compile's partitioner decides which tensors the forward pass keeps. It
@@ -31,6 +31,7 @@ from titan_tree.components.recurrence import TreeRecurrence
 from titan_tree.components.recurrence.buffers import empty_saved
 from titan_tree.components.tree_attention import TreeAttention, block_lists, operator
 from titan_tree.distributed import titan
+from titan_tree.distributed.experts.exchange import Arrived
 from titan_tree.distributed.experts.sharded_experts import ShardedExperts
 from titan_tree.distributed.sequence_parallel import AllToAllExchange
 from titan_tree.distributed.settings import ParallelConfig
@@ -56,11 +57,12 @@ class Kept(NamedTuple):
     """Bytes saved for the backward pass."""
 
     per_token: float  # per token that this rank runs
-    per_row: float = 0.0  # per token copy that this rank's experts receive
+    per_row: float = 0.0  # per token that arrives for this rank's experts
+    per_copy: float = 0.0  # per expert of such a token on this rank
 
-    def of(self, tokens: float, rows: float) -> float:
-        """Returns the bytes of ``tokens`` tokens and ``rows`` received copies."""
-        return self.per_token * tokens + self.per_row * rows
+    def of(self, tokens: float, rows: float, copies: float) -> float:
+        """Returns the bytes for numbers of tokens that run, and of rows and copies that arrive."""
+        return self.per_token * tokens + self.per_row * rows + self.per_copy * copies
 
 
 class LayerTrace:
@@ -88,7 +90,7 @@ class LayerTrace:
         for block in self.model.blocks:
             everything, kept = (self._layer(block, name, parallel) for name in ("none", policy))
             differences.append(Kept(*(max(a - b, 0.0) for a, b in zip(everything, kept, strict=True))))
-        return max(differences, key=lambda difference: difference.of(1, 1))
+        return max(differences, key=lambda difference: difference.of(1, 1, 1))
 
     def _layer(self, block: Block, policy: str, parallel: ParallelConfig) -> Kept:
         sequence_parallel, expert_parallel = parallel.sequence_parallel, parallel.expert_parallel
@@ -153,15 +155,20 @@ def _outputs(graph: torch.fx.GraphModule) -> Kept:
 
     (output,) = graph.graph.find_nodes(op="output")
     inputs = by_storage(list(graph.graph.find_nodes(op="placeholder")))
-    per_token = per_row = 0.0
+    # The host learns how many rows and copies arrive only when it runs: their numbers are symbols.
+    arrivals = graph.graph.find_nodes(op="call_function", target=torch.ops.titan_tree.dispatch.default)
+    copies = {str(Arrived(*node.meta["val"]).scale.shape[0]) for node in arrivals}
+    per_token = per_row = per_copy = 0.0
     for storage, value in by_storage(output.all_input_nodes).items():
         if storage in inputs:
             continue
-        if free_unbacked_symbols(value):  # the host learns the number of rows only when it runs
-            per_row += value[0].numel() * value.element_size()
-        else:
+        if not free_unbacked_symbols(value):
             per_token += int(value.numel()) * value.element_size() / TRACED_TOKENS
-    return Kept(per_token, per_row)
+        elif str(value.shape[0]) in copies:
+            per_copy += value[0].numel() * value.element_size()
+        else:
+            per_row += value[0].numel() * value.element_size()
+    return Kept(per_token, per_row, per_copy)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from titan_tree.cli.plan.layer_trace import LayerTrace
 from titan_tree.cli.plan.workload import StepSizes, is_partitioned
 from titan_tree.components.logprobs import BLOCK_ELEMENTS
 from titan_tree.components.tree_attention.block_lists import table_bytes
+from titan_tree.distributed.experts.exchange import num_parts
 from titan_tree.distributed.experts.expert_parallel import experts_of
 from titan_tree.distributed.parallelize import gathered_size, shard_sizes
 from titan_tree.distributed.sequence_parallel import AllToAllExchange
@@ -165,16 +166,17 @@ class MemoryPlan:
         size = (self.item + 4) * parameters + 4 * max(self.layer_sizes)
         return {"gradients being summed": float(size if self.gpus > 1 else 0)}
 
-    def _rows(self, tokens: int, imbalance: float) -> float:
-        """Returns how many token copies arrive at the busiest rank; 0 without expert parallelism."""
+    def _arriving(self, tokens: int, imbalance: float) -> tuple[float, float]:
+        """Returns how many rows and copies arrive at the busiest rank; zeros without expert parallelism."""
         ranks = self.config.parallel.expert_parallel
         if self.model.experts is None or ranks == 1:
-            return 0.0
-        return tokens * ranks_of_token(self.model.experts.sizes, ranks) * imbalance
+            return 0.0, 0.0
+        sizes = self.model.experts.sizes
+        return tokens * ranks_of_token(sizes, ranks) * imbalance, tokens * sizes.top_k * imbalance
 
     def _activations(self, imbalance: float) -> float:
         kept = self.layers.kept(self.config.training.activation_checkpoint, self.config.parallel)
-        running, chain = (kept.of(n, self._rows(n, imbalance)) for n in (self.tokens, self.chain_tokens))
+        running, chain = (kept.of(n, *self._arriving(n, imbalance)) for n in (self.tokens, self.chain_tokens))
         partition = self.config.partition
         if partition.activations in ("offload", "recompute"):
             return running
@@ -184,23 +186,23 @@ class MemoryPlan:
 
     def _backward(self, imbalance: float) -> Parts:
         """Returns what the backward pass of one layer needs besides what its forward pass kept."""
-        rows = self._rows(self.tokens, imbalance)
+        rows, copies = self._arriving(self.tokens, imbalance)
         recomputed = self.layers.recomputed(self.config.training.activation_checkpoint, self.config.parallel)
         # The gradients of an MLP: its gate, its other half and its product. Those of experts on other ranks
         # are among the rows of the exchange.
         mlps = [block.mlp for block in self.model.blocks]
         hidden = 3 * max((mlp.down_proj.in_features for mlp in mlps if isinstance(mlp, MLP)), default=0)
         parts = {
-            "backward pass of a layer": recomputed.of(self.tokens, rows),
+            "backward pass of a layer": recomputed.of(self.tokens, rows, copies),
             "gradients in a layer": float(self.item * self.tokens * max(hidden, self.head_exchange())),
         }
         if rows:
             assert self.model.experts is not None
             experts, width = experts_of(self.model)[0], self.model.config.hidden_size
-            # Rows and their gradients; then for half of the copies, one copy of each row per expert, its
-            # gradients before and after the experts, and the hidden units with their gradients.
-            half = self.tokens * self.model.experts.sizes.top_k * imbalance / 2
-            numbers = 2 * rows * width + half * 3 * (width + 2 * experts.down_proj.shape[2])
+            # Rows and their gradients; then for each copy of one part, the gradient of its output, and of its
+            # hidden units that of each product, the gate and the up-projection, and the product.
+            copies /= num_parts(self.config.parallel.expert_parallel)
+            numbers = 2 * rows * width + copies * (width + 4 * experts.down_proj.shape[2])
             parts["rows of the exchange"] = self.item * numbers
         return parts
 

@@ -15,11 +15,14 @@ order of the router's choice, and the sender adds ranks in ascending order. Ever
 bits. Results differ from those of one rank by the order of these sums, and in bf16 by the rounding of the
 returned rows.
 
-Each rank splits its tokens into two *halves*, so that the second half can travel while ranks compute the
-first one. The host must know how many rows arrive. It waits for the numbers of ``count_rows`` once per layer
-and forward pass, and for nothing else. The backward pass never waits. All ranks of a group must run the same
-sequence of passes (engine/schedule.py). Each operator needs the results of the one before, so all ranks start
-their collectives in the same order.
+With more than two ranks, each rank splits its tokens into two *parts*, so that the second part can travel
+while ranks compute the first one. Two ranks have one part: rows travel while copies are sorted, and return
+while the gradients of the weights are computed, and one large product is faster than two.
+
+The host must know how many rows arrive. It waits for the numbers of ``count_rows`` once per layer and forward
+pass, and for nothing else. The backward pass never waits. All ranks of a group must run the same sequence of
+passes (engine/schedule.py). Each operator needs the results of the one before, so all ranks start their
+collectives in the same order.
 
 The steps are custom operators, because torch.compile cannot know how many rows arrive.
 
@@ -30,7 +33,7 @@ sent, R rows received, C copies for this rank's experts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,15 +43,14 @@ from torch import Tensor
 
 from titan_tree.distributed.collectives import named_group
 
-NUM_HALVES = 2
 Wait = Callable[[], object]
 
 # For tensors that are still being filled, by address: one function per part that waits for this part.
 _unfinished: dict[int, list[Wait]] = {}
 
 
-class TokenHalf(NamedTuple):
-    """Where one half of the tokens is in the buffers of a rank."""
+class TokenPart(NamedTuple):
+    """Where one part of the tokens is in the buffers of a rank."""
 
     sent: list[int]  # [P] rows that this rank sends to each rank
     received: list[int]  # [P] rows that it receives from each rank
@@ -60,34 +62,39 @@ class TokenHalf(NamedTuple):
 class Arrived(NamedTuple):
     """What a rank knows after ``dispatch``.
 
-    Rows sent are sorted by half, receiver and token; rows received by half, sender and token; copies by half
+    Rows sent are sorted by part, receiver and token; rows received by part, sender and token; copies by part
     and expert.
     """
 
     rows: Tensor  # [R, d] in x's dtype, still arriving, see ``waits``
     scale: Tensor  # [C, 1] in the weight's dtype: the router weight of each copy
     choice: Tensor  # [C] int32: the choice of each copy. Row r has the choices r k to r k + k - 1.
-    copy: Tensor  # [R, k] int32: the copy of each choice, counted from its half's first, or -1 for none
-    ends: Tensor  # [2, e] int32: where the copies of each expert end, counted from their half's first
+    copy: Tensor  # [R, k] int32: the copy of each choice, counted from its part's first, or -1 for none
+    ends: Tensor  # [parts, e] int32: where the copies of each expert end, counted from their part's first
     token: Tensor  # [S] int32: the token of each row sent
     row: Tensor  # [N, P] int32: for each token the row that is sent to each rank, or -1
 
 
-def halves(sizes: Tensor) -> list[TokenHalf]:
-    """Returns the halves for the sizes of ``count_rows``."""
-    num_ranks, token_halves = sizes.shape[1] // 2, []
+def num_parts(num_ranks: int) -> int:
+    """Returns the number of parts in which ``num_ranks`` ranks exchange their tokens."""
+    return 1 if num_ranks == 2 else 2
+
+
+def token_parts(sizes: Tensor) -> list[TokenPart]:
+    """Returns the parts for the sizes of ``count_rows``."""
+    num_ranks, parts = sizes.shape[1] // 2, []
     starts = [0, 0, 0]
     for *rows, num_copies in sizes.tolist():
         sent, received = rows[:num_ranks], rows[num_ranks:]
         ends = [a + n for a, n in zip(starts, (sum(sent), sum(received), num_copies), strict=True)]
-        token_halves.append(TokenHalf(sent, received, *map(slice, starts, ends)))
+        parts.append(TokenPart(sent, received, *map(slice, starts, ends)))
         starts = ends
-    return token_halves
+    return parts
 
 
-def waits(tensor: Tensor) -> list[Wait]:
+def waits(tensor: Tensor, parts: Sequence[object]) -> list[Wait]:
     """Returns functions that wait for the parts of ``tensor``, which may be complete already."""
-    return _unfinished.pop(tensor.data_ptr(), [lambda: None] * NUM_HALVES)
+    return _unfinished.pop(tensor.data_ptr(), [lambda: None] * len(parts))
 
 
 def start_all_to_all(
@@ -115,17 +122,18 @@ def count_rows(is_chosen: Tensor, group: str) -> tuple[Tensor, Tensor]:
         is_chosen: [N, E] bool, the experts of this rank's tokens.
         group: name of the process group.
     Returns:
-        counts [P, 2, 1 + e] int64: from each rank, in each half, rows and then copies for each expert here.
-        sizes [2, 2 P + 1] int64 on the host: in each half, rows sent to each rank, rows received from each
-        rank, and all copies. Both are still being filled; only ``dispatch`` may read them first.
+        counts [P, parts, 1 + e] int64: from each rank, in each part, rows and then copies for each expert
+        here. sizes [parts, 2 P + 1] int64 on the host: in each part, rows sent to each rank, rows received
+        from each rank, and all copies. Both are still being filled; only ``dispatch`` may read them first.
     """
     (num_tokens, num_experts), num_ranks = is_chosen.shape, named_group(group).size()
-    length = -(-num_tokens // NUM_HALVES)
-    padded = F.pad(is_chosen, (0, 0, 0, NUM_HALVES * length - num_tokens))
-    chosen = padded.view(NUM_HALVES, length, num_ranks, num_experts // num_ranks)
+    parts = num_parts(num_ranks)
+    length = -(-num_tokens // parts)
+    padded = F.pad(is_chosen, (0, 0, 0, parts * length - num_tokens))
+    chosen = padded.view(parts, length, num_ranks, num_experts // num_ranks)
     sent = torch.cat([chosen.any(-1).sum(1).unsqueeze(-1), chosen.sum(1)], -1).transpose(0, 1).contiguous()
-    counts = torch.empty_like(sent)
-    sizes = torch.empty(NUM_HALVES, 2 * num_ranks + 1, dtype=torch.int64, pin_memory=sent.is_cuda)
+    counts = sent.new_empty(sent.shape)
+    sizes = torch.empty(parts, 2 * num_ranks + 1, dtype=torch.int64, pin_memory=sent.is_cuda)
 
     def exchange() -> None:
         start_all_to_all(counts, sent, None, None, group)()
@@ -152,9 +160,10 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 @count_rows.register_fake
 def _(is_chosen: Tensor, group: str) -> tuple[Tensor, Tensor]:
     num_ranks, (_, num_experts) = named_group(group).size(), is_chosen.shape
+    parts = num_parts(num_ranks)
     return (
-        is_chosen.new_empty(num_ranks, NUM_HALVES, 1 + num_experts // num_ranks, dtype=torch.int64),
-        torch.empty(NUM_HALVES, 2 * num_ranks + 1, dtype=torch.int64, device="cpu"),
+        is_chosen.new_empty(num_ranks, parts, 1 + num_experts // num_ranks, dtype=torch.int64),
+        torch.empty(parts, 2 * num_ranks + 1, dtype=torch.int64, device="cpu"),
     )
 
 
@@ -174,16 +183,15 @@ def dispatch(
     assert weight.element_size() >= 4, "numbers of experts travel in the weight's dtype"
     num_experts, top_k = counts.shape[2] - 1, expert.shape[1]
     row, token, receiver = _sort_rows(expert // num_experts, counts.shape[0])
-    for wait in waits(sizes):
-        wait()  # the work above is in the device's queue
-    parts = halves(sizes)
-    num_sent, num_received = parts[-1].own.stop, parts[-1].arrived.stop
-    token, receiver = token[:num_sent], receiver[:num_sent]
-
     local = expert.index_select(0, token) - num_experts * receiver.unsqueeze(1)
     is_there = (local >= 0) & (local < num_experts)
     there = local.where(is_there, num_experts).to(weight.dtype)
     outgoing = torch.cat([there, weight.index_select(0, token).where(is_there, 0)], 1)
+    narrow_row, narrow_token = row.int(), token.int()
+    for wait in _unfinished.pop(sizes.data_ptr(), ()):
+        wait()  # all work above is in the device's queue
+    parts = token_parts(sizes)
+    num_sent, num_received = parts[-1].own.stop, parts[-1].arrived.stop
     incoming = outgoing.new_empty(num_received, 2 * top_k)
     choices_arrive = [
         start_all_to_all(incoming[part.arrived], outgoing[part.own], part.received, part.sent, group)
@@ -202,11 +210,11 @@ def dispatch(
     choice, copy = _sort_copies(local, parts, num_experts)
     ends = counts[..., 1:].sum(0).cumsum(-1)
     scale = scale.reshape(-1, 1).index_select(0, choice)
-    return rows, scale, choice.int(), copy.int(), ends.int(), token.int(), row.int()
+    return rows, scale, choice.int(), copy.int(), ends.int(), narrow_token[:num_sent], narrow_row
 
 
 def _sort_rows(needed: Tensor, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorts the rows to send by half, receiver and token, without knowing their number S.
+    """Sorts the rows to send by part, receiver and token, without knowing their number S.
 
     Args:
         needed: [N, k] int64, the ranks of each token's experts.
@@ -214,23 +222,24 @@ def _sort_rows(needed: Tensor, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
         Three int64 tensors:
 
         row: [N, P], see ``Arrived.row``.
-        token: [2 P ceil(N / 2)], the token of each row. Only the first S entries are valid.
+        token: [at least S], the token of each row. Only the first S entries are valid.
         receiver: like ``token``, the rank to which each row goes.
     """
     num_tokens = len(needed)
-    length = -(-num_tokens // NUM_HALVES)
-    grid = needed.new_zeros(NUM_HALVES * length, num_ranks, dtype=torch.bool)
+    parts = num_parts(num_ranks)
+    length = -(-num_tokens // parts)
+    grid = needed.new_zeros(parts * length, num_ranks, dtype=torch.bool)
     grid[:num_tokens].scatter_(1, needed, True)
-    is_sent = grid.view(NUM_HALVES, length, num_ranks).transpose(1, 2).reshape(-1)
+    is_sent = grid.view(parts, length, num_ranks).transpose(1, 2).reshape(-1)
     row = (is_sent.cumsum(0) - 1).where(is_sent, -1)
     cells = torch.arange(len(row), device=row.device)
     cell = torch.zeros_like(F.pad(row, (0, 1))).scatter_(0, row.where(is_sent, len(row)), cells)[:-1]
     token = cell // (num_ranks * length) * length + cell % length
-    row = row.view(NUM_HALVES, num_ranks, length).transpose(1, 2).reshape(grid.shape)[:num_tokens]
+    row = row.view(parts, num_ranks, length).transpose(1, 2).reshape(grid.shape)[:num_tokens]
     return row, token, cell // length % num_ranks
 
 
-def _sort_copies(local: Tensor, parts: list[TokenHalf], num_experts: int) -> tuple[Tensor, Tensor]:
+def _sort_copies(local: Tensor, parts: list[TokenPart], num_experts: int) -> tuple[Tensor, Tensor]:
     """Returns ``Arrived.choice`` and ``Arrived.copy`` in int64. local: the expert of each choice, or e."""
     num_rows, top_k = local.shape
     # A narrow key sorts in fewer passes. The largest is 2 e + 1.
@@ -260,7 +269,7 @@ def _(
         weight.new_empty(num_copies, 1),
         integers(num_copies),
         integers(num_rows, expert.shape[1]),
-        integers(NUM_HALVES, width - 1),
+        integers(num_parts(num_ranks), width - 1),
         integers(num_sent),
         integers(x.shape[0], num_ranks),
     )

@@ -1,17 +1,20 @@
 """The experts of one rank, computed while tokens travel (exchange.py).
 
-``sharded_experts`` computes the first half of the tokens while the second half arrives, and the second half
-while the results of the first one return. In the backward pass, gradients travel the same way in the opposite
-direction. The results of each half return while the gradients of the weights are computed.
+``sharded_gate_up`` computes the hidden layers of the copies that have arrived, and ``sharded_down`` the
+outputs, which return. If there are two parts, the first one is computed while the second one arrives, and the
+second one while the results of the first one return. In the backward pass, gradients travel the same way in
+the opposite direction. The gradients of tokens return while those of the weights are computed.
 
-The backward pass needs only what arrived. It repeats the first matrix product and SwiGLU, 2 of the 11 units
-of work that experts do in a step. That saves 4 m bytes per copy in bf16, more than all that is kept.
+The backward pass copies rows and computes SwiGLU again. It keeps what arrived, and the hidden layers, which
+need 4 m bytes per copy in bf16. With selective checkpointing it computes the hidden layers again, 2 of the 11
+units of work that experts do in a step, and exchanges nothing for it.
 
 Letters: as in exchange.py, and m intermediate size of an expert.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,16 +25,13 @@ from titan_tree.components.moe.experts import ExpertWeight
 from titan_tree.components.moe.kernels import copy_rows, sum_rows, swiglu, swiglu_backward
 from titan_tree.distributed.experts.exchange import (
     Arrived,
-    TokenHalf,
+    TokenPart,
     count_rows,
     dispatch,
-    halves,
     start_all_to_all,
+    token_parts,
     waits,
 )
-
-# For the matrix product of a weight: its inputs, and the gradients of its outputs.
-Product = tuple[Tensor, Tensor]
 
 
 class ShardedExperts:
@@ -52,168 +52,260 @@ class ShardedExperts:
         weight: Tensor,
         counted: tuple[Tensor, Tensor],
     ) -> Tensor:
-        arrived = dispatch(x.detach(), weight.detach(), expert, *counted, self.group)
-        return sharded_experts(x, weight, *gate_up, *down, list(arrived), counted[1], self.group)
+        arrived = list(dispatch(x.detach(), weight.detach(), expert, *counted, self.group))
+        h = sharded_gate_up(x, *gate_up, arrived, counted[1], self.group)
+        return sharded_down(h, weight, *down, arrived, counted[1], self.group)
 
 
-# ``arrived`` is ``Arrived``, because operators know no named tuples. An ``ExpertWeight`` is three arguments.
+# ``arrived`` is ``Arrived``, because operators know no named tuples. An ``ExpertWeight`` is three arguments,
+# and a list in the backward pass.
 
 
-@torch.library.custom_op("titan_tree::sharded_experts", mutates_args=())
-def sharded_experts(
+@torch.library.custom_op("titan_tree::sharded_gate_up", mutates_args=())
+def sharded_gate_up(
     x: Tensor,
-    weight: Tensor,
-    gate_up: Tensor,
-    gate_up_a: Tensor | None,
-    gate_up_b: Tensor | None,
-    down: Tensor,
-    down_a: Tensor | None,
-    down_b: Tensor | None,
+    base: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
     arrived: list[Tensor],
     sizes: Tensor,
     group: str,
 ) -> Tensor:
-    """Returns the weighted sum of each token's experts, SwiGLU networks, as [N, d] in x's dtype.
+    """Returns the gate and the up-projection of each copy, [C, 2 m] in x's dtype.
 
     Args:
-        x, weight: what ``dispatch`` sent. Only their gradients are computed here.
-        gate_up: [e, 2 m, d] in x's dtype, for each expert of this rank the rows of the gate first.
-        down: [e, d, m] in x's dtype.
-        gate_up_a, gate_up_b, down_a, down_b: factors of their updates, see ``ExpertWeight``.
+        x: [N, d], what ``dispatch`` sent. Only its gradient is computed here.
+        base, a, b: the weight [e, 2 m, d] of this rank's experts, the rows of the gate first, in x's dtype.
         arrived, sizes: the results of ``dispatch`` and ``count_rows``.
         group: name of the process group.
     """
-    a = Arrived(*arrived)
-    first, second = ExpertWeight(gate_up, gate_up_a, gate_up_b), ExpertWeight(down, down_a, down_b)
-    returned = x.new_empty(len(a.token), x.shape[1])
-    returns = []
-    for half, ends, wait in zip(halves(sizes), a.ends, waits(a.rows), strict=True):
+    tokens, parts, weight = Arrived(*arrived), token_parts(sizes), ExpertWeight(base, a, b)
+    hidden = []
+    for part, ends, wait in zip(parts, tokens.ends, waits(tokens.rows, parts), strict=True):
         wait()
-        y = a.rows[half.arrived]
-        if len(y):
-            h = first.linear(_copies(y, a, half), ends)
-            y = second.linear(swiglu(h, a.scale[half.copies]), ends)
-            y = sum_rows(y, a.copy[half.arrived])
-        returns.append(start_all_to_all(returned[half.own], y, half.sent, half.received, group))
-    for wait in returns:
-        wait()
-    return sum_rows(returned, a.row)
+        hidden.append(weight.linear(_copies(tokens.rows[part.arrived], tokens, part), ends))
+    return _join(hidden)
 
 
-@torch.library.custom_op("titan_tree::sharded_experts_backward", mutates_args=())
-def sharded_experts_backward(
-    grad: Tensor,
+@torch.library.custom_op("titan_tree::sharded_gate_up_backward", mutates_args=())
+def sharded_gate_up_backward(
+    dh: Tensor,
     weights: list[Tensor | None],
     arrived: list[Tensor],
     sizes: Tensor,
     group: str,
     is_trained: list[bool],
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Returns the gradients of x, weight and the experts for the gradient [N, d] of ``sharded_experts``.
+) -> tuple[Tensor, list[Tensor]]:
+    """Returns the gradients of x and of those of ``weights`` that ``is_trained`` selects.
 
     Args:
-        weights: gate_up and down, three tensors each.
-        is_trained: whether to return the gradient of each of ``weights``.
+        dh: [C, 2 m], the gradient of ``sharded_gate_up``.
+        weights: base, a and b.
     """
-    a, parts = Arrived(*arrived), halves(sizes)
-    gate_up, down = _expert_weights(weights)
-    top_k = a.copy.shape[1]
-    dy = torch.empty_like(a.rows)
-    gradients_arrive = [
-        start_all_to_all(
-            dy[half.arrived], grad.index_select(0, a.token[half.own]), half.received, half.sent, group
-        )
-        for half in parts
-    ]
-    dx, dweight = grad.new_empty(len(a.token), grad.shape[1]), a.scale.new_empty(len(a.token), top_k)
-    dchoices = a.scale.new_zeros(len(dy), top_k)
-    dexperts: list[Tensor] = []
-    returns = []
-    for half, ends, *arrivals in zip(parts, a.ends, waits(a.rows), gradients_arrive, strict=True):
-        for wait in arrivals:
-            wait()
-        drows = dy[half.arrived]
-        new: list[Tensor] = []
-        products: tuple[Product, Product] | None = None
-        if len(drows):
-            dcopies, dscale, products = _backward_of_half(a, half, ends, drows, gate_up, down)
-            drows = sum_rows(dcopies, a.copy[half.arrived])
-            dchoices.view(-1, 1).index_copy_(0, a.choice[half.copies].long(), dscale)
-        for out, rows in ((dx, drows), (dweight, dchoices[half.arrived])):
-            returns.append(start_all_to_all(out[half.own], rows, half.sent, half.received, group))
-        if products is not None:
-            new = gate_up.gradients(*products[0], ends, is_trained[:3])
-            new += down.gradients(*products[1], ends, is_trained[3:])
-            dexperts = [total.add_(n) for total, n in zip(dexperts, new, strict=True)] if dexperts else new
+    tokens, parts, weight = Arrived(*arrived), token_parts(sizes), _expert_weight(weights)
+    dx = dh.new_empty(len(tokens.token), tokens.rows.shape[1])
+    returns, gradients = [], []
+    for part, ends, wait in zip(parts, tokens.ends, waits(tokens.rows, parts), strict=True):
+        wait()
+        dcopies = weight.transposed(dh[part.copies], ends)
+        drows = sum_rows(dcopies, tokens.copy[part.arrived])
+        returns.append(start_all_to_all(dx[part.own], drows, part.sent, part.received, group))
+        del dcopies
+        copies = _copies(tokens.rows[part.arrived], tokens, part)
+        gradients.append(weight.gradients(copies, dh[part.copies], ends, is_trained))
     for wait in returns:
         wait()
-    if not dexperts:
-        dexperts = [torch.zeros_like(w) for w in _trained(weights, is_trained)]
-    return sum_rows(dx, a.row), sum_rows(dweight, a.row), dexperts
+    return sum_rows(dx, tokens.row), _total(gradients)
 
 
-def _expert_weights(weights: list[Tensor | None]) -> tuple[ExpertWeight, ExpertWeight]:
-    gate_up, gate_up_a, gate_up_b, down, down_a, down_b = weights
-    assert gate_up is not None
-    assert down is not None
-    return ExpertWeight(gate_up, gate_up_a, gate_up_b), ExpertWeight(down, down_a, down_b)
+@torch.library.custom_op("titan_tree::sharded_down", mutates_args=())
+def sharded_down(
+    h: Tensor,
+    weight: Tensor,
+    base: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    arrived: list[Tensor],
+    sizes: Tensor,
+    group: str,
+) -> Tensor:
+    """Returns the weighted sum of each token's experts, [N, d] in h's dtype.
 
-
-def _trained(weights: list[Tensor | None], is_trained: list[bool]) -> list[Tensor]:
-    return [w for w, trained in zip(weights, is_trained, strict=True) if trained and w is not None]
-
-
-def _copies(rows: Tensor, a: Arrived, half: TokenHalf) -> Tensor:
-    """Returns the copies of the rows of a half."""
-    return copy_rows(rows, a.copy[half.arrived], half.copies.stop - half.copies.start)
-
-
-def _backward_of_half(
-    a: Arrived, half: TokenHalf, ends: Tensor, drows: Tensor, gate_up: ExpertWeight, down: ExpertWeight
-) -> tuple[Tensor, Tensor, tuple[Product, Product]]:
-    """Computes gradients from those of the rows of a half: of the copies, and of their scale.
-
-    It also returns what the gradients of gate_up and of down are computed from.
+    Args:
+        h: the result of ``sharded_gate_up``.
+        weight: [N, k], the router weights that ``dispatch`` sent. Only their gradient is computed here.
+        base, a, b: the weight [e, d, m] of this rank's experts, in h's dtype.
+        arrived, sizes, group: as for ``sharded_gate_up``.
     """
-    copies, dy = _copies(a.rows[half.arrived], a, half), _copies(drows, a, half)
-    h = gate_up.linear(copies, ends)
-    hidden, dh, dscale = swiglu_backward(h, a.scale[half.copies], down.transposed(dy, ends))
-    return gate_up.transposed(dh, ends), dscale, ((copies, dh), (hidden, dy))
+    tokens, experts = Arrived(*arrived), ExpertWeight(base, a, b)
+    returned = h.new_empty(len(tokens.token), base.shape[1])
+    returns = []
+    for part, ends in zip(token_parts(sizes), tokens.ends, strict=True):
+        y = experts.linear(swiglu(h[part.copies], tokens.scale[part.copies]), ends)
+        rows = sum_rows(y, tokens.copy[part.arrived])
+        returns.append(start_all_to_all(returned[part.own], rows, part.sent, part.received, group))
+    for wait in returns:
+        wait()
+    return sum_rows(returned, tokens.row)
 
 
-@sharded_experts.register_fake
-def _(x: Tensor, weight: Tensor, *others: object) -> Tensor:
-    return torch.empty_like(x)
-
-
-@sharded_experts_backward.register_fake
-def _(
+@torch.library.custom_op("titan_tree::sharded_down_backward", mutates_args=())
+def sharded_down_backward(
     grad: Tensor,
+    h: Tensor,
     weights: list[Tensor | None],
     arrived: list[Tensor],
     sizes: Tensor,
     group: str,
     is_trained: list[bool],
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    _, scale, _, copy, *_ = arrived
-    dexperts = [torch.empty_like(w) for w in _trained(weights, is_trained)]
-    return torch.empty_like(grad), scale.new_empty(grad.shape[0], copy.shape[1]), dexperts
+    """Returns the gradients of h, of the router weights, and of those of ``weights`` that are trained.
+
+    Args:
+        grad: [N, d], the gradient of ``sharded_down``.
+        weights: base, a and b.
+    """
+    tokens, parts, experts = Arrived(*arrived), token_parts(sizes), _expert_weight(weights)
+    dy = grad.new_empty(len(tokens.copy), grad.shape[1])
+    arrivals = [
+        start_all_to_all(
+            dy[part.arrived], grad.index_select(0, tokens.token[part.own]), part.received, part.sent, group
+        )
+        for part in parts
+    ]
+    top_k = tokens.copy.shape[1]
+    dchoices = tokens.scale.new_zeros(len(dy), top_k)
+    dweight = tokens.scale.new_empty(len(tokens.token), top_k)
+    dhidden, returns, gradients = [], [], []
+    for part, ends, wait in zip(parts, tokens.ends, arrivals, strict=True):
+        wait()
+        dcopies = _copies(dy[part.arrived], tokens, part)
+        hidden, dh, dscale = swiglu_backward(
+            h[part.copies], tokens.scale[part.copies], experts.transposed(dcopies, ends)
+        )
+        dchoices.view(-1, 1).index_copy_(0, tokens.choice[part.copies].long(), dscale)
+        returns.append(
+            start_all_to_all(dweight[part.own], dchoices[part.arrived], part.sent, part.received, group)
+        )
+        dhidden.append(dh)
+        gradients.append(experts.gradients(hidden, dcopies, ends, is_trained))
+    for wait in returns:
+        wait()
+    return _join(dhidden), sum_rows(dweight, tokens.row), _total(gradients)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, _, *weights, arrived, sizes, ctx.group = inputs
+def _expert_weight(weights: Sequence[Tensor | None]) -> ExpertWeight:
+    base, a, b = weights
+    assert base is not None
+    return ExpertWeight(base, a, b)
+
+
+def _copies(rows: Tensor, tokens: Arrived, part: TokenPart) -> Tensor:
+    """Returns the copies of the rows of a part."""
+    return copy_rows(rows, tokens.copy[part.arrived], part.copies.stop - part.copies.start)
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    """Returns the rows of all parts, without a copy if there is one part."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _total(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Returns the sums of the gradients of all parts."""
+    first, *others = parts
+    for other in others:
+        for total, gradient in zip(first, other, strict=True):
+            total.add_(gradient)
+    return list(first)
+
+
+def _like_trained(weights: Sequence[Tensor | None], is_trained: Sequence[bool]) -> list[Tensor]:
+    return [
+        torch.empty_like(w)
+        for w, trained in zip(weights, is_trained, strict=True)
+        if trained and w is not None
+    ]
+
+
+@sharded_gate_up.register_fake
+def _(
+    x: Tensor, base: Tensor, a: object, b: object, arrived: list[Tensor], sizes: object, group: str
+) -> Tensor:
+    return x.new_empty(Arrived(*arrived).scale.shape[0], base.shape[1])
+
+
+@sharded_gate_up_backward.register_fake
+def _(
+    dh: Tensor,
+    weights: list[Tensor | None],
+    arrived: list[Tensor],
+    sizes: Tensor,
+    group: str,
+    is_trained: list[bool],
+) -> tuple[Tensor, list[Tensor]]:
+    tokens = Arrived(*arrived)
+    dx = dh.new_empty(tokens.row.shape[0], tokens.rows.shape[1])
+    return dx, _like_trained(weights, is_trained)
+
+
+@sharded_down.register_fake
+def _(h: Tensor, weight: Tensor, base: Tensor, *others: object) -> Tensor:
+    return h.new_empty(weight.shape[0], base.shape[1])
+
+
+@sharded_down_backward.register_fake
+def _(
+    grad: Tensor,
+    h: Tensor,
+    weights: list[Tensor | None],
+    arrived: list[Tensor],
+    sizes: Tensor,
+    group: str,
+    is_trained: list[bool],
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    tokens = Arrived(*arrived)
+    dweight = tokens.scale.new_empty(grad.shape[0], tokens.copy.shape[1])
+    return torch.empty_like(h), dweight, _like_trained(weights, is_trained)
+
+
+def _setup_gate_up(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *weights, arrived, sizes, ctx.group = inputs
     ctx.save_for_backward(*weights, sizes, *arrived)
 
 
-def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | list[None] | None, ...]:
-    saved, is_trained = ctx.saved_tensors, list(ctx.needs_input_grad[2:8])
-    weights, sizes, arrived = list(saved[:6]), saved[6], list(saved[7:])
-    dx, dweight, dexperts = sharded_experts_backward(
+def _gate_up_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | list[None] | None, ...]:
+    weights, sizes, arrived = _saved(ctx.saved_tensors)
+    is_trained = list(ctx.needs_input_grad[1:4])
+    dx, gradients = sharded_gate_up_backward(
         grad.contiguous(), weights, arrived, sizes, ctx.group, is_trained
     )
-    gradients = iter(dexperts)
-    by_weight = [next(gradients) if trained else None for trained in is_trained]
-    return dx, dweight, *by_weight, [None] * len(arrived), None, None
+    return dx, *_by_weight(gradients, is_trained), [None] * len(arrived), None, None
 
 
-sharded_experts.register_autograd(_autograd, setup_context=_setup_context)
+def _setup_down(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    h, _, *weights, arrived, sizes, ctx.group = inputs
+    ctx.save_for_backward(h, *weights, sizes, *arrived)
+
+
+def _down_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | list[None] | None, ...]:
+    h, *others = ctx.saved_tensors
+    weights, sizes, arrived = _saved(others)
+    is_trained = list(ctx.needs_input_grad[2:5])
+    dh, dweight, gradients = sharded_down_backward(
+        grad.contiguous(), h, weights, arrived, sizes, ctx.group, is_trained
+    )
+    return dh, dweight, *_by_weight(gradients, is_trained), [None] * len(arrived), None, None
+
+
+def _saved(tensors: Sequence[Any]) -> tuple[list[Tensor | None], list[Tensor], Any]:
+    return list(tensors[:3]), tensors[3], list(tensors[4:])
+
+
+def _by_weight(gradients: list[Tensor], is_trained: Sequence[bool]) -> list[Tensor | None]:
+    """Returns the gradient of each weight, None for those that are not trained."""
+    remaining = iter(gradients)
+    return [next(remaining) if trained else None for trained in is_trained]
+
+
+sharded_gate_up.register_autograd(_gate_up_gradients, setup_context=_setup_gate_up)
+sharded_down.register_autograd(_down_gradients, setup_context=_setup_down)
