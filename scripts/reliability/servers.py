@@ -115,7 +115,7 @@ def trial(kind: str, draw: random.Random, work: Path, folder: Path) -> str:
     with _server(answer) as url:
         sampler = ServerSampler(url, "m", KEY, timeout_s=TIMEOUT_S, attempts=ATTEMPTS)
         try:
-            (turn,) = sampler.sample([[1, 2, 3]], [LIMIT], STOP, [draw.getrandbits(32)])
+            (turn,) = sampler.sample([[1, 2, 3]], [LIMIT], [STOP], [draw.getrandbits(32)])
             outcome = "read"
         except UserError as error:
             outcome = str(error)

@@ -45,7 +45,8 @@ def test_an_export_is_what_training_writes_and_transformers_computes_the_same(
     torch.testing.assert_close(torch.as_tensor(ours), expected.gather(1, tokens[1:, None])[:, 0])
     capsys.readouterr()
     for arguments, message in (
-        ((run, out), f"{out}: it exists already; give a new one, or remove it"),
+        ((run, out), f"{out}: this folder exists; name another one, or replace it with --force"),
+        ((run, run, "--force"), f"{run}: the command reads files in this folder; name another one to write"),
         ((out, tmp_path / "other"), f"{out}: {out} is a snapshot already; use it as it is, or copy it"),
         (
             (run, tmp_path / "other", "--adapter"),
@@ -54,6 +55,10 @@ def test_an_export_is_what_training_writes_and_transformers_computes_the_same(
     ):
         assert main(["export", *map(str, arguments)]) == 2
         assert capsys.readouterr().err == f"titan-tree: error: {message}\n"
+    (out / "notes").write_text("mine")
+    assert main(["export", str(run), str(out), "--force"]) == 0
+    assert sorted(file.name for file in out.iterdir()) == names
+    assert (tmp_path / "new" / "export.earlier" / "notes").read_text() == "mine"
 
 
 @pytest.mark.slow

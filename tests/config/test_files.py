@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_tree.config.files import regular, write_output
+from titan_tree.config.files import check_folder, regular, write_output
 from titan_tree.errors import UserError
 
 
@@ -116,3 +116,26 @@ def test_the_name_of_a_folder_and_a_link_that_leads_to_itself_are_no_outputs(tmp
         with pytest.raises(UserError, match=f"expected the name of a file to write, got {kind}"):
             write_output(path, "text", force=True)
     assert os.listdir(tmp_path) == ["loop"]
+
+
+def test_a_folder_that_exists_is_written_only_on_request(tmp_path: Path) -> None:
+    run, file = tmp_path / "run", tmp_path / "file"
+    (run / "step-1").mkdir(parents=True)
+    (run / "hf").mkdir()
+    file.touch()
+    (tmp_path / "link").symlink_to(run / "step-1")
+    read = [run / "step-1", run / "config.toml"]
+    check_folder(tmp_path / "new" / "out", read)
+    check_folder(run / "hf", read, force=True)
+    reads = "the command reads files in this folder; name another one to write"
+    below = f"expected the name of a folder, but {file} is a file; give another name"
+    for path, force, message in (
+        (run / "hf", False, "this folder exists; name another one, or replace it with --force"),
+        (file, True, below),
+        (file / "a" / "out", True, below),
+        (run, True, reads),
+        (tmp_path / "link", True, reads),
+    ):
+        with pytest.raises(UserError) as error:
+            check_folder(path, read, force)
+        assert str(error.value) == f"{path}: {message}"

@@ -32,8 +32,8 @@ def test_logprobs_of_the_sampler_are_those_of_the_trainer(
     contexts = [[draw.randrange(64) for _ in range(draw.choice([1, 20, 90]))] for _ in range(12)]
     contexts += [contexts[0]] * 20 + [contexts[1]] * 3  # more rows than a tile has
     limits = [draw.randrange(1, 100) for _ in contexts]
-    turns = CachedSampler(model).sample(contexts, limits, STOP, range(3, 3 + len(contexts)))
-    assert turns == CachedSampler(model).sample(contexts, limits, STOP, range(3, 3 + len(contexts)))
+    turns = CachedSampler(model).sample(contexts, limits, [STOP], range(3, 3 + len(contexts)))
+    assert turns == CachedSampler(model).sample(contexts, limits, [STOP], range(3, 3 + len(contexts)))
     with torch.no_grad():
         scores = tree_logprobs(model, [a + turn.tokens for a, turn in zip(contexts, turns, strict=True)])
     for score, turn, limit in zip(scores, turns, limits, strict=True):

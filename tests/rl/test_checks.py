@@ -17,8 +17,8 @@ KL = "loss.kl.coefficient=0.1"
 
 
 class Parrot:
-    def sample(self, contexts: Any, max_tokens: Any, stop: int, seeds: Any) -> list[Completion]:
-        return [Completion([stop], [-1.0]) for _ in contexts]
+    def sample(self, contexts: Any, max_tokens: Any, stops: Any, seeds: Any) -> list[Completion]:
+        return [Completion(stops[:1], [-1.0]) for _ in contexts]
 
 
 @pytest.mark.parametrize("steps", [0, 100])

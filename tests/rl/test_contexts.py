@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.components.tree_tokenizer.test_probes import OPEN, TEXT, tokenizer_of
 from tests.rl.test_sampling import TOKENIZER, Scripted, tiny_model
 from tests.support.rl_runs import seeds_of
 from titan_tree import TokenPath, TokenTree, TreeLoss, TreeTokenizer, tree_logprobs
@@ -49,11 +50,11 @@ class Ending:
     def __init__(self, model: Decoder) -> None:
         self.model = model
 
-    def sample(self, contexts: Any, limits: Any, stop: int, seeds: Any) -> list[Completion]:
-        turns = CachedSampler(self.model).sample(contexts, [1 + seed % 4 for seed in seeds], stop, seeds)
+    def sample(self, contexts: Any, limits: Any, stops: Any, seeds: Any) -> list[Completion]:
+        turns = CachedSampler(self.model).sample(contexts, [1 + seed % 4 for seed in seeds], stops, seeds)
         for context, (tokens, logprobs, *_) in zip(contexts, turns, strict=True):
-            if tokens[-1] != stop:
-                tokens.append(stop)
+            if tokens[-1] not in stops:
+                tokens.append(stops[0])
                 with torch.no_grad():
                     logprobs.append(tree_logprobs(self.model, [[*context, *tokens]])[0][-1].item())
         return turns
@@ -96,7 +97,8 @@ def test_the_template_renders_several_results_as_in_the_whole_conversation(templ
     said: list[dict[str, Any]] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "c"}]
     whole = tokenizer.render([*said, *results], add_generation_prompt=True)
     before = tokenizer.render(said[:1], add_generation_prompt=True)
-    observed = tokenizer.decode(Chat(tokenizer).observation(results))
+    chat = Chat(tokenizer)
+    observed = tokenizer.decode(chat.observation(results, chat.ends[0]))
     assert whole.startswith(before)
     assert whole.endswith(observed)
     assert all(f"\n{i}\n" in observed for i in range(3))
@@ -109,7 +111,57 @@ def test_a_template_may_render_the_names_of_calls() -> None:
         for name, id, value in (("add", "c1", "3"), ("mul", "c2", "4"))
     ]
     expected = text("tool", "add#c1=3") + text("tool", "mul#c2=4") + "<|im_start|>assistant\n"
-    assert tokenizer.decode(Chat(tokenizer).observation(results)) == f"\n{expected}"
+    chat = Chat(tokenizer)
+    assert tokenizer.decode(chat.observation(results, chat.ends[0])) == f"\n{expected}"
+
+
+GPT_OSS = (  # calls have another end, and so has an answer in a history; results need a call
+    "{% for m in messages %}{% set before = loop.previtem or m %}"
+    "{{ raise_exception('no call') if 'tool' == m.role != before.role and not before.tool_calls }}"
+    "<user>{{ m.role }}:" + TEXT + "{{ '<tool>' if m.tool_calls else '<eos>' if loop.last and m.role == "
+    "'assistant' else '<end>' }}{% endfor %}{{ '<user>assistant:' if add_generation_prompt }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "ends", "observed"),  # (end of the turn, role) -> observation
+    [
+        (
+            OPEN,  # the mark of the next role is the end
+            ["<user>", "<tool>"],
+            {
+                ("<user>", "user"): "12<assistant>",
+                ("<tool>", "tool"): "12<assistant>",
+                ("<tool>", "user"): "<user>12<assistant>",
+                ("<user>", "tool"): "<tool>12<assistant>",
+            },
+        ),
+        (
+            GPT_OSS,
+            ["<eos>", "<tool>"],
+            {
+                ("<eos>", "user"): "<user>user:12<end><user>assistant:",
+                ("<tool>", "tool"): "<user>tool:12<end><user>assistant:",
+                ("<tool>", "user"): "<user>user:12<end><user>assistant:",
+            },
+        ),
+    ],
+    ids=["GLM", "gpt-oss"],
+)
+def test_a_turn_ends_at_every_end_of_the_template(
+    template: str, ends: list[str], observed: dict[tuple[str, str], str]
+) -> None:
+    tokenizer = tokenizer_of(template)
+    chat, ids = Chat(tokenizer), tokenizer.special_tokens
+    assert chat.ends == [ids[end] for end in ends]
+    for (end, role), text in observed.items():
+        assert tokenizer.decode(chat.observation([{"role": role, "content": "12"}], ids[end])) == text
+    rollouts = chat.start(Summarizing(), 1)
+    sampler = Scripted()
+    sampler.turns = [tokenizer.encode(f"{turn}{ends[1 - i % 2]}") for i, turn in enumerate(("c", "s", "x"))]
+    play(rollouts, sampler, chat, ["seed"], max_turn_tokens=20, max_rollout_tokens=400)
+    assert not rollouts[0].is_cut_off
+    assert rollouts[0].turns == ["c", "s", "x"]
 
 
 def test_a_new_context_replaces_what_the_model_sees() -> None:

@@ -96,10 +96,10 @@ def check(model: TreeModel) -> None:
     """Samples two turns, with tokens to read between them."""
     sampler, contexts, limits = GenerateSampler(model), random_contexts(), [*LIMITS, 9]
     state = torch.get_rng_state()
-    turns = sampler.sample(contexts, limits, STOP, range(3, 3 + len(contexts)))
+    turns = sampler.sample(contexts, limits, [STOP], range(3, 3 + len(contexts)))
     assert torch.equal(torch.get_rng_state(), state)
-    assert turns == GenerateSampler(model).sample(contexts, limits, STOP, range(3, 3 + len(contexts)))
-    assert turns != sampler.sample(contexts, limits, STOP, range(4, 4 + len(contexts)))
+    assert turns == GenerateSampler(model).sample(contexts, limits, [STOP], range(3, 3 + len(contexts)))
+    assert turns != sampler.sample(contexts, limits, [STOP], range(4, 4 + len(contexts)))
     for turn, limit in zip(turns, limits, strict=True):
         assert STOP not in turn.tokens[:-1]
         assert len(turn.tokens) == limit or turn.tokens[-1] == STOP
@@ -109,7 +109,7 @@ def check(model: TreeModel) -> None:
     assert_trained_logprobs(model, contexts, turns)
     read = [list(range(7, 7 + i)) for i in range(len(turns))]
     contexts = [a + turn.tokens + b for a, turn, b in zip(contexts, turns, read, strict=True)]
-    turns = sampler.sample(contexts, limits[::-1], STOP, range(5, 5 + len(contexts)))
+    turns = sampler.sample(contexts, limits[::-1], [STOP], range(5, 5 + len(contexts)))
     assert_trained_logprobs(model, contexts, turns)
 
 
@@ -137,13 +137,13 @@ def test_logprobs_are_those_of_a_trained_model_of_transformers(name: str) -> Non
 @pytest.mark.parametrize("name", slow_except(["qwen3"], ["qwen3", "qwen3_moe", "gpt_oss"]))
 def test_updates_of_lora_are_sampled_from(name: str) -> None:
     model = small(name)
-    (base,) = GenerateSampler(model).sample([[1, 2, 3]], [20], STOP, [0])
+    (base,) = GenerateSampler(model).sample([[1, 2, 3]], [20], [STOP], [0])
     targets = ("q_proj", "experts.down_proj") if name == "qwen3_moe" else ()
     add_lora(model, LoRA(rank=4, alpha=8.0, targets=targets))
     for parameter_name, parameter in model.named_parameters():
         if is_factor(parameter_name):
             torch.nn.init.normal_(parameter, std=0.3)
-    (turn,) = GenerateSampler(model).sample([[1, 2, 3]], [20], STOP, [0])
+    (turn,) = GenerateSampler(model).sample([[1, 2, 3]], [20], [STOP], [0])
     assert turn != base
     check(model)
 
@@ -151,12 +151,12 @@ def test_updates_of_lora_are_sampled_from(name: str) -> None:
 def test_biases_of_routers_are_sampled_from() -> None:
     model = native("qwen3_moe")
     contexts, limits = random_contexts(), [*LIMITS, 9]
-    before = GenerateSampler(model).sample(contexts, limits, STOP, range(len(contexts)))
+    before = GenerateSampler(model).sample(contexts, limits, [STOP], range(len(contexts)))
     assert model.experts is not None
     model.experts.add_router_biases()
     for bias in model.experts.router_biases().values():
         bias.copy_(torch.linspace(-1, 1, len(bias)))  # always the same experts
-    turns = GenerateSampler(model).sample(contexts, limits, STOP, range(len(contexts)))
+    turns = GenerateSampler(model).sample(contexts, limits, [STOP], range(len(contexts)))
     assert turns != before
     assert_trained_logprobs(model, contexts, turns)
 
@@ -180,7 +180,7 @@ def test_a_peaked_model_says_what_plain_transformers_says(name: str) -> None:
     contexts, limits = random_contexts(), [*LIMITS, 9]
     expected = [greedy(hf, context, limit) for context, limit in zip(contexts, limits, strict=True)]
     model = TransformersModel(hf) if name in ("mistral", "gpt_oss") else tree_model(hf)
-    turns = GenerateSampler(model).sample(contexts, limits, STOP, range(len(contexts)))
+    turns = GenerateSampler(model).sample(contexts, limits, [STOP], range(len(contexts)))
     assert [turn.tokens for turn in turns] == expected
     assert len({turn[0] for turn in expected}) >= 4
 
@@ -190,7 +190,7 @@ def test_tokens_are_sampled_from_the_whole_distribution() -> None:
     model = native("qwen3_moe", vocab_size=100)
     with torch.no_grad():
         model.norm.weight.sub_(3.0)
-    turns = GenerateSampler(model).sample([[1, 2, 3]] * 4000, [1] * 4000, 7, range(4000))
+    turns = GenerateSampler(model).sample([[1, 2, 3]] * 4000, [1] * 4000, [7], range(4000))
     counts = torch.bincount(torch.tensor([turn.tokens[0] for turn in turns]), minlength=100)
     with torch.no_grad():
         scores = tree_logprobs(model, [[1, 2, 3, token] for token in range(100)])
@@ -209,7 +209,7 @@ def test_tokens_are_sampled_from_the_whole_distribution() -> None:
 def test_a_context_of_one_token_beside_one_of_two(name: str) -> None:
     """Its padding must not enter the states of recurrent layers."""
     model, contexts = small(name), [[5], [9, 3], [7]]
-    turns = GenerateSampler(model).sample(contexts, [6, 4, 6], STOP, range(3))
+    turns = GenerateSampler(model).sample(contexts, [6, 4, 6], [STOP], range(3))
     assert_trained_logprobs(model, contexts, turns)
 
 
@@ -217,7 +217,7 @@ def test_equal_contexts_are_read_once() -> None:
     model = native("qwen3_5")
     sizes: list[tuple[int, ...]] = []
     model.embed_tokens.register_forward_pre_hook(lambda _, inputs: sizes.append(tuple(inputs[0].shape)))
-    GenerateSampler(model).sample(random_contexts(), [2] * 6, 63, range(6))
+    GenerateSampler(model).sample(random_contexts(), [2] * 6, [63], range(6))
     assert sizes == [(5, 29), (6, 1), (6, 1)]
 
 
@@ -237,7 +237,7 @@ def test_no_weight_is_copied(name: str) -> None:
 
     model.last_norm.register_forward_hook(note)
     model.execution = Execution(torch.bfloat16)
-    GenerateSampler(model).sample([[1, 2]], [3], STOP, [0])
+    GenerateSampler(model).sample([[1, 2]], [3], [STOP], [0])
     assert dtypes == {torch.bfloat16}
     assert weights_of(made) == weights_of(model)  # the casts are gone
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
@@ -264,7 +264,7 @@ def assert_bf16_is_as_exact_as_training(name: str, device: str = "cpu", **sizes:
     exact = small(name, **sizes).double()
     model.execution = Execution(torch.bfloat16)
     contexts, limits = random_contexts(), [*LIMITS, 9]
-    turns = GenerateSampler(model).sample(contexts, limits, STOP, range(len(contexts)))
+    turns = GenerateSampler(model).sample(contexts, limits, [STOP], range(len(contexts)))
     own = torch.cat([torch.tensor(turn.logprobs) for turn in turns])
     want = torch.cat(trained_logprobs(exact, contexts, turns))
     called = alone(rounded, contexts, turns)
@@ -288,10 +288,10 @@ def test_the_sampler_uses_the_dtype_of_training(name: str) -> None:
 def test_the_sampler_uses_the_current_weights(name: str) -> None:
     model = small(name)
     sampler = GenerateSampler(model)
-    before = sampler.sample([[1, 2]], [8], STOP, [0])
+    before = sampler.sample([[1, 2]], [8], [STOP], [0])
     with torch.no_grad():
         model.embedding_weight.mul_(-1)
-    turns = sampler.sample([[1, 2]], [8], STOP, [0])
+    turns = sampler.sample([[1, 2]], [8], [STOP], [0])
     assert turns != before
     assert_trained_logprobs(model, [[1, 2]], turns)
 
@@ -314,7 +314,7 @@ def test_contexts_beyond_the_models_positions_are_refused() -> None:
     with pytest.raises(
         UserError, match="max_rollout_tokens: expected at most the model's 16 positions, got 18"
     ):
-        GenerateSampler(model).sample([[1] * 8], [10], STOP, [0])
+        GenerateSampler(model).sample([[1] * 8], [10], [STOP], [0])
 
 
 def test_models_that_transformers_does_not_implement_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

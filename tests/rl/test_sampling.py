@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.environment import Desk, Reply
 from titan_tree.rl.generate_sampler import GenerateSampler
 from titan_tree.rl.rollouts import Chat, Rollout, branches, play
-from titan_tree.rl.sampler import Completion
+from titan_tree.rl.sampler import Completion, Ids
 from titan_tree.rl.truncation import KeptIds, Truncation
 from titan_tree.scoring.score_trees import score_trees
 from titan_tree.tree.token_tree import TokenTree
@@ -49,7 +50,7 @@ class Scripted:
         self.calls: list[tuple[list[list[int]], list[int]]] = []
 
     def sample(
-        self, contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], stop: int, seeds: Sequence[int]
+        self, contexts: Sequence[Ids], max_tokens: Sequence[int], stops: Ids, seeds: Sequence[int]
     ) -> list[Completion]:
         self.calls.append(([list(context) for context in contexts], list(max_tokens)))
         turns = [self.turns.pop(0)[:limit] for limit in max_tokens]
@@ -67,17 +68,28 @@ def test_logprobs_of_the_sampler_are_those_of_the_trainer(
     contexts = [[draw.randrange(256) for _ in range(length)] for length in (1, 30, 7, 30)]
     contexts.append(contexts[1])  # read once
     limits = [25, 3, 40, 12, 33]
-    stop = 101  # ends some turns early
-    turns = CachedSampler(model).sample(contexts, limits, stop, range(3, 3 + len(contexts)))
-    assert turns == CachedSampler(model).sample(contexts, limits, stop, range(3, 3 + len(contexts)))
-    assert turns != CachedSampler(model).sample(contexts, limits, stop, range(4, 4 + len(contexts)))
+    stops = [185, 13]  # end some turns early
+    turns = CachedSampler(model).sample(contexts, limits, stops, range(3, 3 + len(contexts)))
+    assert turns == CachedSampler(model).sample(contexts, limits, stops, range(3, 3 + len(contexts)))
+    assert turns != CachedSampler(model).sample(contexts, limits, stops, range(4, 4 + len(contexts)))
     with torch.no_grad():
         scores = tree_logprobs(model, [a + turn.tokens for a, turn in zip(contexts, turns, strict=True)])
     for context, turn, limit, score in zip(contexts, turns, limits, scores, strict=True):
-        assert stop not in turn.tokens[:-1]
-        assert len(turn.tokens) == limit or turn.tokens[-1] == stop
+        assert not {*stops} & {*turn.tokens[:-1]}
+        assert len(turn.tokens) == limit or turn.tokens[-1] in stops
         expected = score[len(context) - 1 :]
         torch.testing.assert_close(torch.tensor(turn.logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", [CachedSampler, GenerateSampler])
+def test_a_turn_ends_at_the_first_of_several_stop_tokens(kind: Any) -> None:
+    sampler, inputs = kind(tiny_model()), ([[1, 2, 3], [4], [5, 6]], [12, 12, 1])
+    free = [turn.tokens for turn in sampler.sample(*inputs, [258], range(3))]
+    stops = [free[0][5], free[1][3]]
+    ends = [next((i for i, t in enumerate(tokens) if t in stops), len(tokens)) for tokens in free]
+    turns = sampler.sample(*inputs, stops, range(3))
+    assert [turn.tokens for turn in turns] == [t[: end + 1] for t, end in zip(free, ends, strict=True)]
+    assert [len(turn.logprobs) for turn in turns] == [6, 4, 1]
 
 
 def test_layers_of_a_compiled_model_share_few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +101,7 @@ def test_layers_of_a_compiled_model_share_few_graphs(monkeypatch: pytest.MonkeyP
             getattr(cached_sampler, part), backend=counts[-1], fullgraph=True, dynamic=True
         )
         monkeypatch.setattr(cached_sampler, f"_compiled{part}", traced)
-    inputs = [[1, 2, 3], [1, 2, 4, 5], [6, 7]], [9, 1, 5], 258, range(3)
+    inputs = [[1, 2, 3], [1, 2, 4, 5], [6, 7]], [9, 1, 5], [258], range(3)
     expected = CachedSampler(model).sample(*inputs)
     assert [count.frame_count for count in counts] == [0, 0]
     model.execution = Execution(is_compiled=True)
@@ -105,7 +117,7 @@ def test_ratios_of_truncated_rollouts_are_1(sampler: type[CachedSampler] | type[
         model.norm.weight.fill_(8.0)  # sharp distributions
     contexts = [[draw.randrange(256) for _ in range(length)] for length in (1, 9)] * 2
     limits = [9, 3, 16, 12]
-    turns = sampler(model, Truncation(top_p=0.8)).sample(contexts, limits, 101, range(4))
+    turns = sampler(model, Truncation(top_p=0.8)).sample(contexts, limits, [101], range(4))
     paths = []
     for context, turn in zip(contexts, turns, strict=True):
         rollout = Rollout(episode=Reply(0.0))  # type: ignore[arg-type]
@@ -160,7 +172,7 @@ def test_truncation_keeps_the_ids_that_its_definitions_name(seed: int) -> None:
 @pytest.mark.parametrize("sampler", slow_except([CachedSampler], [CachedSampler, GenerateSampler]))
 def test_the_temperature_divides_logits(sampler: type[CachedSampler] | type[GenerateSampler]) -> None:
     model, truncation = tiny_model(tie_word_embeddings=False), Truncation(top_p=0.8)
-    inputs = [[1, 2, 3], [4]], [9, 9], 258, range(2)
+    inputs = [[1, 2, 3], [4]], [9, 9], [258], range(2)
     turns = sampler(model, truncation, 0.5).sample(*inputs)
     with torch.no_grad():
         model.output_weight.mul_(2)  # exact
@@ -176,17 +188,17 @@ def test_weights_that_are_not_finite_are_named() -> None:
     with torch.no_grad():
         model.norm.weight.fill_(float("nan"))
     with pytest.raises(UserError, match="log-probs: expected numbers, got nan; check that its weights"):
-        CachedSampler(model).sample([[1, 2]], [3], 258, [0])
+        CachedSampler(model).sample([[1, 2]], [3], [258], [0])
 
 
 def test_updates_of_lora_are_sampled_from() -> None:
     model = tiny_model()
-    (base,) = CachedSampler(model).sample([[1, 2, 3]], [20], 258, [0])
+    (base,) = CachedSampler(model).sample([[1, 2, 3]], [20], [258], [0])
     add_lora(model, LoRA(rank=4, alpha=8.0, targets=()))
     for name, parameter in model.named_parameters():
         if is_factor(name):
             torch.nn.init.normal_(parameter, std=0.3)
-    (turn,) = CachedSampler(model).sample([[1, 2, 3]], [20], 258, [0])
+    (turn,) = CachedSampler(model).sample([[1, 2, 3]], [20], [258], [0])
     assert turn != base
     with torch.no_grad():
         (score,) = tree_logprobs(model, [[1, 2, 3, *turn.tokens]])
@@ -197,7 +209,7 @@ def test_rows_that_have_ended_do_not_disturb_the_others() -> None:
     """The longest context ends first, and its row stays in the batch until enough others have ended."""
     model = tiny_model()
     contexts, limits = [[1] * 30, *([i] for i in range(2, 11))], [2, *[20] * 9]
-    turns = CachedSampler(model).sample(contexts, limits, 999, range(len(contexts)))
+    turns = CachedSampler(model).sample(contexts, limits, [999], range(len(contexts)))
     assert list(map(len, (turn.tokens for turn in turns))) == limits
     with torch.no_grad():
         scores = tree_logprobs(model, [a + turn.tokens for a, turn in zip(contexts, turns, strict=True)])
@@ -208,7 +220,7 @@ def test_rows_that_have_ended_do_not_disturb_the_others() -> None:
 def test_tokens_are_sampled_from_the_models_distribution() -> None:
     """The frequencies of 4,000 first tokens match the probabilities."""
     model = tiny_model(vocab_size=8)
-    turns = CachedSampler(model).sample([[1, 2, 3]] * 4000, [1] * 4000, 7, range(4000))
+    turns = CachedSampler(model).sample([[1, 2, 3]] * 4000, [1] * 4000, [7], range(4000))
     counts = torch.bincount(torch.tensor([turn.tokens[0] for turn in turns]), minlength=8)
     with torch.no_grad():
         probability = torch.stack([tree_logprobs(model, [[1, 2, 3, t]])[0][-1] for t in range(8)]).exp()
@@ -219,12 +231,12 @@ def test_tokens_are_sampled_from_the_models_distribution() -> None:
 def test_the_sampler_uses_the_current_weights_in_the_dtype_of_training() -> None:
     model = tiny_model()
     sampler = CachedSampler(model)
-    before = sampler.sample([[1, 2]], [8], 258, [0])
+    before = sampler.sample([[1, 2]], [8], [258], [0])
     with torch.no_grad():
         model.embed_tokens.weight.mul_(-1)
-    assert sampler.sample([[1, 2]], [8], 258, [0]) != before
+    assert sampler.sample([[1, 2]], [8], [258], [0]) != before
     model.execution = Execution(torch.bfloat16)
-    (turn,) = sampler.sample([[1, 2]], [8], 258, [0])
+    (turn,) = sampler.sample([[1, 2]], [8], [258], [0])
     assert model.embed_tokens.weight.dtype == torch.float32
     exact = tiny_model().to(torch.bfloat16)
     with torch.no_grad():
@@ -239,7 +251,7 @@ def test_other_models_and_long_contexts_are_refused() -> None:
     with pytest.raises(
         UserError, match="max_rollout_tokens: expected at most the model's 16 positions, got 18"
     ):
-        CachedSampler(tiny_model(max_position_embeddings=16)).sample([[1] * 8], [10], 258, [0])
+        CachedSampler(tiny_model(max_position_embeddings=16)).sample([[1] * 8], [10], [258], [0])
 
 
 def started(number: int = 1) -> tuple[Chat, list[Rollout]]:
@@ -275,7 +287,7 @@ def test_the_template_renders_prompts_and_observations(template: str) -> None:
     """Between turns stands what a template renders there, without the turns themselves."""
     tokenizer = TreeTokenizer.byte_level(template)
     chat = Chat(tokenizer)
-    assert chat.end == tokenizer.special_tokens["<|im_end|>"]
+    assert chat.ends == [tokenizer.special_tokens["<|im_end|>"]]
     tools = [{"type": "function", "function": {"name": "stock", "parameters": {}}}]
     prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     prompt.append({"role": "user", "content": "<|im_end|>"})
@@ -287,14 +299,14 @@ def test_the_template_renders_prompts_and_observations(template: str) -> None:
         "tool": "<|im_start|>user\n<tool_response>\n12\n</tool_response><|im_end|>\n",
         "user": "<|im_start|>user\n12<|im_end|>\n",
     }.items():
-        observed = chat.observation([{"role": role, "content": "12"}])
+        observed = chat.observation([{"role": role, "content": "12"}], chat.ends[0])
         assert tokenizer.decode(observed) == f"\n{rendered}<|im_start|>assistant\n"
 
 
 def test_sampled_tokens_are_kept_although_their_text_has_other_tokens() -> None:
     chat, (rollout,) = started()
     text = "<tool_call>"  # one control token, or eleven bytes
-    tokens = [*text.encode(), chat.end]
+    tokens = [*text.encode(), chat.ends[0]]
     sampler = Scripted("")
     sampler.turns = [tokens]
     play([rollout], sampler, chat, ["seed"], max_turn_tokens=20, max_rollout_tokens=200)

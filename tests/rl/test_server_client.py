@@ -51,7 +51,7 @@ def test_closing_ends_requests_that_are_under_way() -> None:
 
     with server(hang) as (url, _):
         sampler = ServerSampler(url, "m")
-        future = in_daemon(lambda: sampler.sample([[1]] * 3, [5] * 3, STOP, range(3)), "test")
+        future = in_daemon(lambda: sampler.sample([[1]] * 3, [5] * 3, [STOP], range(3)), "test")
         assert arrived.wait(10)
         started = time.monotonic()
         sampler.close()
@@ -59,7 +59,7 @@ def test_closing_ends_requests_that_are_under_way() -> None:
             future.result(timeout=10)
         assert time.monotonic() - started < 2.0
         with pytest.raises(StoppedError):
-            sampler.sample([[1]], [5], STOP, [0])
+            sampler.sample([[1]], [5], [STOP], [0])
         released.set()
 
 
@@ -130,7 +130,7 @@ def test_a_key_that_the_server_sends_back_is_hidden(echo: str) -> None:
     parts = {echo[-24:-4], KEY, "SECRET"}
     for answer in answers:
         with server(lambda request, number, a=answer: a) as (url, _), pytest.raises(UserError) as refused:
-            ServerSampler(url, "m", api_key=KEY, attempts=1).sample([[1]], [5], STOP, [0])
+            ServerSampler(url, "m", api_key=KEY, attempts=1).sample([[1]], [5], [STOP], [0])
         assert not [part for part in parts if part in str(refused.value)], (answer, str(refused.value))
         assert len(str(refused.value)) < 1500
 
@@ -193,7 +193,7 @@ def test_answers_that_are_not_what_http_and_json_allow_end_in_one_line(answer: b
         server(lambda request, number: answer) as (url, _),
         pytest.raises(UserError, match=message) as refused,
     ):
-        ServerSampler(url, "m", attempts=1).sample([[1]], [5], STOP, [0])
+        ServerSampler(url, "m", attempts=1).sample([[1]], [5], [STOP], [0])
     assert len(str(refused.value)) < 500
 
 
@@ -203,7 +203,7 @@ def test_answers_that_are_not_what_http_and_json_allow_end_in_one_line(answer: b
 def test_a_server_that_sends_a_byte_at_a_time_does_not_hold_the_run(head: bytes) -> None:
     """Each byte arrives long before a connection counts as silent."""
     with trickle(head) as url, pytest.raises(UserError, match=r"failed with no whole answer within 0\.4 s"):
-        ServerSampler(url, "m", timeout_s=0.4, attempts=1).sample([[1]], [5], STOP, [0])
+        ServerSampler(url, "m", timeout_s=0.4, attempts=1).sample([[1]], [5], [STOP], [0])
 
 
 @contextmanager

@@ -299,8 +299,8 @@ def test_recorded_experts_are_replayed(tmp_path: Path) -> None:
 class Silent:
     """A sampler with weights of its own that records no experts."""
 
-    def sample(self, contexts: Any, max_tokens: Any, stop: int, seeds: Any) -> list[Completion]:
-        return [Completion([stop], [-1.0]) for _ in contexts]
+    def sample(self, contexts: Any, max_tokens: Any, stops: Any, seeds: Any) -> list[Completion]:
+        return [Completion(stops[:1], [-1.0]) for _ in contexts]
 
     def update(self, model: Any, step: int) -> None: ...
 

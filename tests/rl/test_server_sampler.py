@@ -26,7 +26,7 @@ def test_contexts_that_begin_alike_go_to_the_same_server() -> None:
     with server(echo) as (first, _), server(echo) as (second, _), server(echo) as (third, seen):
         sampler = ServerSampler([first, second, third, first], "m")
         for _ in range(2):
-            turns = sampler.sample(contexts, [5] * 12, STOP, range(12))
+            turns = sampler.sample(contexts, [5] * 12, [STOP], range(12))
             assert [turn.tokens[0] for turn in turns] == [context[0] for context in contexts]
             contexts = [context + turn.tokens for context, turn in zip(contexts, turns, strict=True)]
     assert [request["prompt"][0] for request in seen] == [6] * 6
@@ -36,8 +36,8 @@ def test_every_context_gets_its_own_turn_in_order() -> None:
     contexts = [[i, 1] for i in range(100, 140)]
     with server(echo) as (url, requests):
         sampler = ServerSampler(url, "qwen", api_key="secret", concurrency=8)
-        turns = sampler.sample(contexts, [5] * 40, STOP, range(3, 3 + len(contexts)))
-        assert sampler.sample(contexts, [5] * 40, STOP, range(3, 3 + len(contexts))) == turns
+        turns = sampler.sample(contexts, [5] * 40, [9, STOP], range(3, 3 + len(contexts)))
+        assert sampler.sample(contexts, [5] * 40, [9, STOP], range(3, 3 + len(contexts))) == turns
     assert [turn.tokens[0] for turn in turns] == list(range(100, 140))
     assert all(turn.logprobs == [-0.5] * 3 for turn in turns)
     assert len({request["seed"] for request in requests}) == 40
@@ -50,7 +50,7 @@ def test_every_context_gets_its_own_turn_in_order() -> None:
         "top_k": -1,
         "logprobs": 1,
     }
-    expected |= {"return_token_ids": True, "stop_token_ids": [STOP], "authorization": "Bearer secret"}
+    expected |= {"return_token_ids": True, "stop_token_ids": [9, STOP], "authorization": "Bearer secret"}
     assert first.items() >= expected.items()
 
 
@@ -71,7 +71,7 @@ def test_failed_requests_are_sent_again_with_the_same_seed(
         return echo(request, number)
 
     with server(fails_once) as (url, requests):
-        turns = ServerSampler(url, "m", timeout_s=0.5).sample([[8], [9]], [5, 5], STOP, range(2))
+        turns = ServerSampler(url, "m", timeout_s=0.5).sample([[8], [9]], [5, 5], [STOP], range(2))
     assert [turn.tokens[0] for turn in turns] == [8, 9]
     seeds = [(request["prompt"][0], request["seed"]) for request in requests]
     assert len(seeds) == 4
@@ -83,10 +83,10 @@ def test_a_server_that_never_answers_ends_the_run() -> None:
     with server(lambda request, number: b"") as (url, requests):
         sampler = ServerSampler(url, "m", attempts=3)
         with pytest.raises(UserError, match=r"no answer after 3 attempts, the last one failed with Remote"):
-            sampler.sample([[1]], [5], STOP, [0])
+            sampler.sample([[1]], [5], [STOP], [0])
         assert len(requests) == 3
     with pytest.raises(UserError, match=r"no answer after 2 attempts.*Connection refused"):
-        ServerSampler(url, "m", attempts=2).sample([[1]], [5], STOP, [0])
+        ServerSampler(url, "m", attempts=2).sample([[1]], [5], [STOP], [0])
 
 
 @for_each(
@@ -106,8 +106,8 @@ def test_a_server_that_never_answers_ends_the_run() -> None:
         (turn([1, 2, STOP], usage={"completion_tokens": 4}), "got 3, 3 and 4; the server loses tokens"),
         (turn([1, 2, 3, 4, 5, STOP]), "from 1 to 5, got 6, 6 and 6"),
         (turn([]), "from 1 to 5, got 0, 0 and 0"),
-        (turn([1, 2]), r"ends with the stop token 7 or has 5 tokens, got 2 tokens that end with \[1, 2\]"),
-        (turn([1, STOP, 2, STOP]), "expected a turn that ends with the stop token 7"),
+        (turn([1, 2]), r"a stop token of \[7\] or has 5 tokens, got 2 tokens that end with \[1, 2\]"),
+        (turn([1, STOP, 2, STOP]), r"expected a turn that ends with a stop token of \[7\]"),
         (turn([1, STOP], [None, -1.0]), "numbers as token_logprobs"),
         (turn(["1", STOP]), "expected integer token_ids"),
         (turn([1, STOP], [3.0, -1.0]), r"numbers as token_logprobs, from -1000 to 0, .* got 3\.0"),
@@ -146,7 +146,7 @@ def test_a_server_that_never_answers_ends_the_run() -> None:
 def test_wrong_answers_are_reported(answer: Any, message: str) -> None:
     with server(lambda request, number: answer) as (url, requests):
         with pytest.raises(UserError, match=message):
-            ServerSampler(url, "m").sample([[1]], [5], STOP, [0])
+            ServerSampler(url, "m").sample([[1]], [5], [STOP], [0])
         assert len(requests) == 1
 
 
@@ -160,7 +160,7 @@ def test_answers_that_do_not_name_their_context_are_reported_once(
     with server(answer) as (url, _):
         sampler = ServerSampler(url, "m")
         for _ in range(2):
-            sampler.sample([[8], [9]], [5, 5], STOP, range(2))
+            sampler.sample([[8], [9]], [5, 5], [STOP], range(2))
     said = f"{url}: its answers have no prompt_token_ids, so nothing checks that an answer continues"
     assert caplog.text.count(said) == (0 if has_ids else 1)
 
@@ -170,7 +170,7 @@ def test_one_wrong_answer_among_many_is_not_lost() -> None:
         return turn([1, 2]) if request["prompt"] == [125] else echo(request, number)
 
     with server(wrong_once) as (url, _), pytest.raises(UserError, match="got 2 tokens that end with"):
-        ServerSampler(url, "m").sample([[i] for i in range(100, 150)], [5] * 50, STOP, range(50))
+        ServerSampler(url, "m").sample([[i] for i in range(100, 150)], [5] * 50, [STOP], range(50))
 
 
 TRUNCATION = Truncation(top_p=0.9, top_k=20, min_p=0.1)
@@ -188,7 +188,7 @@ def masked(mask: Any = MASK, logprobs: Any = (-0.25, 0.0)) -> dict[str, Any]:
 def test_servers_that_truncate_return_what_they_kept() -> None:
     with server(lambda request, number: masked()) as (url, requests):
         sampler = ServerSampler(url, "m", truncation=TRUNCATION)
-        (completion,) = sampler.sample([[1, 2]], [5], STOP, [0])
+        (completion,) = sampler.sample([[1, 2]], [5], [STOP], [0])
     assert completion.sampling_mask == MASK
     assert completion.logprobs == [-0.25, 0.0]
     assert sampler.vllm.sampling_path == "/inference/v1/generate"
@@ -215,7 +215,7 @@ def test_servers_that_truncate_return_what_they_kept() -> None:
 def test_wrong_sampling_masks_are_reported(changes: dict[str, Any], message: str) -> None:
     with server(lambda request, number: masked(**changes)) as (url, requests):
         with pytest.raises(UserError, match=message):
-            ServerSampler(url, "m", truncation=TRUNCATION).sample([[1]], [5], STOP, [0])
+            ServerSampler(url, "m", truncation=TRUNCATION).sample([[1]], [5], [STOP], [0])
         assert len(requests) == 1
 
 
@@ -263,7 +263,7 @@ def as_vllm(rows: Any, prompt: Any = None) -> dict[str, Any]:
 def test_experts_of_all_tokens_but_the_last_one_are_kept(answer: Any) -> None:
     """The context has three tokens and the turn two; the model has not read the last one."""
     with server(lambda request, number: answer) as (url, _):
-        (completion,) = ServerSampler(url, "m", experts=SIZES).sample([[1, 2, 3]], [5], STOP, [0])
+        (completion,) = ServerSampler(url, "m", experts=SIZES).sample([[1, 2, 3]], [5], [STOP], [0])
     assert completion.experts.dtype == np.int16
     assert np.array_equal(completion.experts, routes(4))
 
@@ -291,7 +291,7 @@ def test_experts_of_all_tokens_but_the_last_one_are_kept(answer: Any) -> None:
 )
 def test_wrong_experts_are_reported(answer: Any, message: str) -> None:
     with server(lambda request, number: answer) as (url, _), pytest.raises(UserError, match=message):
-        ServerSampler(url, "m", experts=SIZES).sample([[1, 2, 3]], [5], STOP, [0])
+        ServerSampler(url, "m", experts=SIZES).sample([[1, 2, 3]], [5], [STOP], [0])
 
 
 def test_rollouts_from_a_server_are_those_of_its_model() -> None:
@@ -301,8 +301,8 @@ def test_rollouts_from_a_server_are_those_of_its_model() -> None:
 
     def complete(request: dict[str, Any], number: int) -> dict[str, Any]:
         with lock:
-            sampler, (stop,) = CachedSampler(model), request["stop_token_ids"]
-            (own,) = sampler.sample([request["prompt"]], [request["max_tokens"]], stop, [request["seed"]])
+            sampler, stops = CachedSampler(model), request["stop_token_ids"]
+            (own,) = sampler.sample([request["prompt"]], [request["max_tokens"]], stops, [request["seed"]])
         return turn(own.tokens, own.logprobs)
 
     chat, rollouts = started(3)

@@ -154,7 +154,7 @@ def test_rollouts_have_the_logprobs_of_the_trained_model(tmp_path: Path, model: 
         scores = tree_logprobs(trainer.model, [path.tokens.tolist() for path in paths])
     for path, score in zip(paths, scores, strict=True):
         # Not the ends of turns, which ``with_short_turns`` has added.
-        sampled = torch.from_numpy((path.loss_mask[1:] > 0) & (path.tokens[1:] != trainer.chat.end))
+        sampled = torch.from_numpy((path.loss_mask[1:] > 0) & (path.tokens[1:] != trainer.chat.ends[0]))
         reported = torch.from_numpy(path.old_logprobs[1:])[sampled]
         torch.testing.assert_close(reported, score[sampled], atol=1e-4, rtol=0)
     assert len(paths) == 12
@@ -316,8 +316,8 @@ def test_rollouts_that_the_model_cannot_read_are_refused(
     """Samplers with weights of their own may have other limits."""
 
     class Foreign:
-        def sample(self, contexts: Any, limits: Any, stop: int, seeds: Any) -> list[Completion]:
-            turn = [*[275] * tokens, stop] if tokens == 1 else [*[97] * tokens, stop]
+        def sample(self, contexts: Any, limits: Any, stops: Any, seeds: Any) -> list[Completion]:
+            turn = [*[275] * tokens, *stops] if tokens == 1 else [*[97] * tokens, *stops]
             return [Completion(turn, [-1.0] * len(turn)) for _ in contexts]
 
     options = (f"model.overrides.max_position_embeddings={limit}", "model.overrides.vocab_size=270")

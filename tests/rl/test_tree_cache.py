@@ -29,7 +29,7 @@ def groups_of_rows() -> tuple[list[list[int]], list[int]]:
 def test_rows_with_equal_contexts_have_the_trainers_logprobs() -> None:
     model = tiny_model()
     contexts, limits = groups_of_rows()
-    turns = CachedSampler(model).sample(contexts, limits, 101, range(len(contexts)))
+    turns = CachedSampler(model).sample(contexts, limits, [101], range(len(contexts)))
     with torch.no_grad():
         scores = tree_logprobs(model, [a + turn.tokens for a, turn in zip(contexts, turns, strict=True)])
     for context, turn, limit, score in zip(contexts, turns, limits, scores, strict=True):
@@ -148,7 +148,7 @@ def test_other_devices_gather_keys_if_the_kernel_refuses(
 def test_logprobs_in_bf16_are_as_exact_as_the_trainers() -> None:
     model = tiny_model().to(torch.bfloat16)
     contexts, limits = groups_of_rows()
-    turns = CachedSampler(model).sample(contexts, limits, 258, range(len(contexts)))
+    turns = CachedSampler(model).sample(contexts, limits, [258], range(len(contexts)))
     paths = [a + turn.tokens for a, turn in zip(contexts, turns, strict=True)]
     with torch.no_grad():
         scores, exact = tree_logprobs(model, paths), tree_logprobs(model.to(torch.float32), paths)
@@ -165,14 +165,14 @@ def test_logprobs_in_bf16_are_as_exact_as_the_trainers() -> None:
 def test_turns_without_room_are_empty() -> None:
     sampler = CachedSampler(tiny_model())
     for limits in ([0], [0, 0], [0, 2]):
-        turns = sampler.sample([[1, 2]] * len(limits), limits, 258, range(len(limits)))
+        turns = sampler.sample([[1, 2]] * len(limits), limits, [258], range(len(limits)))
         assert [len(turn.tokens) for turn in turns] == limits
 
 
 def test_contexts_may_have_one_token() -> None:
     model = tiny_model()
     contexts = [[i % 3] for i in range(20)]
-    turns = CachedSampler(model).sample(contexts, [6] * 20, 258, range(len(contexts)))
+    turns = CachedSampler(model).sample(contexts, [6] * 20, [258], range(len(contexts)))
     with torch.no_grad():
         scores = tree_logprobs(model, [a + turn.tokens for a, turn in zip(contexts, turns, strict=True)])
     got = torch.cat([torch.tensor(turn.logprobs) for turn in turns])

@@ -40,7 +40,7 @@ def test_a_server_samples_from_the_weights_in_the_folder(tmp_path: Path) -> None
             assert [each.name for each in (tmp_path / "weights").iterdir()] == [f"run-{step}"]
             for name, weight in server.model.state_dict().items():
                 assert torch.equal(weight, model.state_dict()[name]), name
-            (turn,) = sampler.sample([[1, 2, 3]], [12], 258, [step])
+            (turn,) = sampler.sample([[1, 2, 3]], [12], [258], [step])
             with torch.no_grad():
                 (expected,) = tree_logprobs(model, [[1, 2, 3, *turn.tokens]])
             torch.testing.assert_close(torch.tensor(turn.logprobs), expected[2:], atol=1e-4, rtol=0)
@@ -106,10 +106,10 @@ def test_other_weights_than_those_that_were_sent_are_reported(tmp_path: Path) ->
     with rollout_server(server) as url:
         sampler = pushing(url, tmp_path / "w")
         sampler.update(tiny_model(), 1)
-        sampler.sample([[1]], [3], 258, [0])
+        sampler.sample([[1]], [3], [258], [0])
         server.version = "another"
         with pytest.raises(UserError, match="version: expected 'run-1', which this run sent, got 'another'"):
-            sampler.sample([[1]], [3], 258, [0])
+            sampler.sample([[1]], [3], [258], [0])
         server.fail = lambda path, body: {"weight_version": "old"} if path == "/weight_info" else None
         with pytest.raises(
             UserError, match="weight version: expected 'run-2', which this run sent, got 'old'"
@@ -141,7 +141,7 @@ def test_servers_without_versions_are_used_with_a_warning(
         sampler = pushing(url, tmp_path / "w")
         for step in range(2):
             sampler.update(tiny_model(), step)
-            sampler.sample([[1]], [3], 258, [0])
+            sampler.sample([[1]], [3], [258], [0])
     assert caplog.text.count("does not report the version of its weights") == 1
 
 
@@ -171,7 +171,7 @@ def test_an_adapter_is_loaded_under_the_name_of_its_version(tmp_path: Path) -> N
                     torch.nn.init.normal_(parameter, std=0.3)
             sampler.update(model, step)
             assert list(server.adapters) == [f"run-{step}"]
-            (turn,) = sampler.sample([[1, 2, 3]], [12], 258, [step])
+            (turn,) = sampler.sample([[1, 2, 3]], [12], [258], [step])
             assert server.samples[-1]["model"] == f"run-{step}"
             with torch.no_grad():
                 (expected,) = tree_logprobs(model, [[1, 2, 3, *turn.tokens]])

@@ -63,12 +63,12 @@ def with_short_turns(trainer: RLTrainer) -> RLTrainer:
     """Ends turns after at most five tokens, because a model with random weights would hardly end them."""
     sample = trainer.sampler.sample
 
-    def shorter(contexts: Any, limits: Any, stop: int, seeds: Any) -> Any:
-        turns = sample(contexts, limits, stop, seeds)
+    def shorter(contexts: Any, limits: Any, stops: Any, seeds: Any) -> Any:
+        turns = sample(contexts, limits, stops, seeds)
         for (tokens, logprobs, *_), seed in zip(turns, seeds, strict=True):
             end = random.Random(seed).randint(1, 5)
             if len(tokens) > end:
-                tokens[end:], logprobs[end:] = [stop], [-5.0]
+                tokens[end:], logprobs[end:] = stops[:1], [-5.0]
         return turns
 
     trainer.sampler.sample = shorter  # type: ignore[method-assign]

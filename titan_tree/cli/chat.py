@@ -124,8 +124,8 @@ class Speaker:
                 f"the conversation has {len(context):,} tokens, but the model has {self.positions:,} "
                 "positions; start again, or use /reset earlier"
             )
-        (turn,) = self.sampler.sample([context], [min(max_tokens, room)], self.chat.end, [seed])
-        return self.chat.text(turn.tokens), turn.tokens[-1] == self.chat.end
+        (turn,) = self.sampler.sample([context], [min(max_tokens, room)], self.chat.ends, [seed])
+        return self.chat.text(turn.tokens), turn.tokens[-1] in self.chat.ends
 
 
 def show_task(saved: SavedModel, tokenizer: TreeTokenizer, device: object) -> None:

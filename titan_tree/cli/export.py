@@ -5,16 +5,17 @@ titan-tree export outputs/demo/checkpoints/step-40 exported  another one
 titan-tree export outputs/lora adapter --adapter             LoRA alone, as PEFT reads it
 
 Without --adapter, updates of LoRA are added to the weights. The weights get the dtype of training.
+With --force, a folder OUT that exists is renamed to OUT.earlier.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import secrets
 from pathlib import Path
 
 from titan_tree.cli.data_arguments import add_plugins_argument
+from titan_tree.config.files import check_folder
 from titan_tree.errors import UserError, printable
 
 
@@ -24,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="RUN_OR_CHECKPOINT", help="the folder of a run, or a checkpoint inside of one")
     add("out", metavar="OUT", help="the folder to write, a new one")
     add("--adapter", action="store_true", help="write only LoRA, as an adapter of PEFT")
+    add("--force", action="store_true", help="write OUT although it exists; it is renamed to OUT.earlier")
     add_plugins_argument(parser)
 
 
@@ -35,18 +37,16 @@ def run(args: argparse.Namespace) -> None:
     from titan_tree.run.checkpoint.export import export_adapter, export_hf
     from titan_tree.run.saved_model import SavedModel
 
-    out = Path(args.out).expanduser()
-    if os.path.lexists(out):
-        raise UserError(f"{args.out}: it exists already; give a new one, or remove it")
     saved = SavedModel.at(args.model, args.plugins)
     if saved.config is None:
         raise UserError(f"{args.model}: {saved.snapshot} is a snapshot already; use it as it is, or copy it")
     source, training = saved.config.model.hf_path, saved.config.training
+    read = Path(args.model, "config.toml"), saved.checkpoint, source, saved.config.data.tokenizer
+    out = check_folder(Path(args.out).expanduser(), [path for path in read if path], args.force)
     tokenizer = build_tokenizer(saved.config.data, source)
     model = saved.model(torch.device("cpu"))
     if args.adapter and model.lora is None:
         raise UserError(f"--adapter: {args.model} was trained without LoRA; remove --adapter")
-    out.parent.mkdir(parents=True, exist_ok=True)
     export = secrets.token_hex(4)
     if args.adapter:
         export_adapter(model, out, export, source)

@@ -86,6 +86,24 @@ def check_output(
         raise UserError(f"{path}: the command reads this file; name another one to write")
 
 
+def check_folder(path: str | Path, inputs: Iterable[str | Path] = (), force: bool = False) -> Path:
+    """Returns the real path of a folder that a command may write, with ``force`` also one that exists.
+
+    Raises:
+        UserError: it exists, lies below a file, or contains one of the ``inputs`` or lies in one.
+    """
+    folder = Path(os.path.realpath(path))
+    found = next(above for above in (folder, *folder.parents) if os.path.lexists(above))
+    if not found.is_dir():
+        raise UserError(f"{path}: expected the name of a folder, but {found} is a file; give another name")
+    read = [Path(os.path.realpath(name)) for name in inputs] if found == folder else []
+    if any(folder.is_relative_to(name) or name.is_relative_to(folder) for name in read):
+        raise UserError(f"{path}: the command reads files in this folder; name another one to write")
+    if found == folder and not force:
+        raise UserError(f"{path}: this folder exists; name another one, or replace it with --force")
+    return folder
+
+
 def _identity(path: str | Path) -> tuple[int, int]:
     found = os.stat(path)
     return found.st_dev, found.st_ino

@@ -25,7 +25,7 @@ from titan_tree.models.block import Attention
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.layers import MLP, Rope, at_least_fp32
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.rl.sampler import Completion, at_temperature, check_positions, draw, uniforms
+from titan_tree.rl.sampler import Completion, Ids, at_temperature, check_positions, draw, uniforms
 from titan_tree.rl.tree_cache import Forest, TreeCache
 from titan_tree.rl.truncation import ALL_IDS, KeptIds, Truncation
 from titan_tree.tree.layout import TreeLayout
@@ -71,7 +71,7 @@ class CachedSampler:
 
     @torch.no_grad()
     def sample(
-        self, contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], stop: int, seeds: Sequence[int]
+        self, contexts: Sequence[Ids], max_tokens: Sequence[int], stops: Ids, seeds: Sequence[int]
     ) -> list[Completion]:
         """See ``Sampler``. It is deterministic.
 
@@ -84,11 +84,11 @@ class CachedSampler:
             batch = self._rows(max(map(len, contexts)) + max(max_tokens))
             for start in range(0, len(contexts), batch):
                 rows = slice(start, start + batch)
-                completions += self._sample_batch(contexts[rows], max_tokens[rows], stop, seeds[rows])
+                completions += self._sample_batch(contexts[rows], max_tokens[rows], stops, seeds[rows])
         return completions
 
     def _sample_batch(
-        self, contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], stop: int, seeds: Sequence[int]
+        self, contexts: Sequence[Ids], max_tokens: Sequence[int], stops: Ids, seeds: Sequence[int]
     ) -> list[Completion]:
         completions = [Completion([], []) for _ in contexts]
         kept: list[tuple[list[int], KeptIds]] = []  # for each token: the contexts of its rows, and their ids
@@ -105,11 +105,11 @@ class CachedSampler:
             unfinished_rows = []
             for row, (i, token, logprob) in enumerate(zip(context_of_row, tokens, logprobs, strict=True)):
                 turn, turn_logprobs, *_ = completions[i]
-                if len(turn) == max_tokens[i] or (turn and turn[-1] == stop):
+                if len(turn) == max_tokens[i] or (turn and turn[-1] in stops):
                     continue  # this row ended earlier
                 turn.append(token)
                 turn_logprobs.append(logprob)
-                if token != stop and len(turn) < max_tokens[i]:
+                if token not in stops and len(turn) < max_tokens[i]:
                     unfinished_rows.append(row)
             if not unfinished_rows:
                 break

@@ -15,7 +15,7 @@ from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.models.pretrained import import_transformers
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.rl.cached_sampler import CachedSampler, is_dense_decoder
-from titan_tree.rl.sampler import Completion, Sampler, at_temperature, check_positions, draw, uniforms
+from titan_tree.rl.sampler import Completion, Ids, Sampler, at_temperature, check_positions, draw, uniforms
 from titan_tree.rl.truncation import ALL_IDS, KeptIds, Truncation
 
 
@@ -44,7 +44,7 @@ class GenerateSampler:
 
     @torch.no_grad()
     def sample(
-        self, contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], stop: int, seeds: Sequence[int]
+        self, contexts: Sequence[Ids], max_tokens: Sequence[int], stops: Ids, seeds: Sequence[int]
     ) -> list[Completion]:
         """See ``Sampler``. It is deterministic.
 
@@ -66,8 +66,8 @@ class GenerateSampler:
                 attention_mask=mask[rows],
                 past_key_values=cache,
                 do_sample=False,  # ``record`` draws the tokens
-                eos_token_id=stop,
-                pad_token_id=stop,
+                eos_token_id=list(stops),
+                pad_token_id=stops[0],
                 max_new_tokens=max(max_tokens),
                 logits_processor=[record.draw],
                 stopping_criteria=[record.is_done],
@@ -78,7 +78,7 @@ class GenerateSampler:
         completions = []
         for row, (tokens, limit) in enumerate(zip(sampled, max_tokens, strict=True)):
             # ``generate`` pads a turn that has ended.
-            size = min(tokens.index(stop) + 1 if stop in tokens else limit, limit)
+            size = next((i for i, token in enumerate(tokens[:limit], 1) if token in stops), limit)
             masks = [of_rows[row] for of_rows in kept[:size]] if self.truncation.is_on else None
             completions.append(Completion(tokens[:size], logprobs[row][:size], None, masks))
         return completions

@@ -16,15 +16,17 @@ from typing import Any
 import numpy as np
 
 from titan_tree.components.tree_tokenizer import TreeTokenizer
+from titan_tree.components.tree_tokenizer.hf_files import template_ends
 from titan_tree.data.advantages import advantages
 from titan_tree.errors import UserError, errors_at, shorten
 from titan_tree.rl.environment import Episode, Message, Reply
 from titan_tree.rl.sampler import Sampler
 from titan_tree.tree.paths import TokenPath
 
-# Placeholders for any question, and for any turn of the model.
+# Placeholders for any question, and for any turn of the model, whose text occurs nowhere else.
+SAID = "answer-zq"
 QUESTION: Message = {"role": "user", "content": "question"}
-ANSWER: Message = {"role": "assistant", "content": "answer"}
+ANSWER: Message = {"role": "assistant", "content": SAID}
 
 
 @dataclass(kw_only=True)
@@ -163,21 +165,20 @@ class Chat:
         variables: variables of the template, as in [data.sample].
 
     Attributes:
-        end: the id that ends a turn.
+        ends: the ids that end a turn: where the template ends answers, and calls.
 
     Raises:
-        UserError: the template does not end a turn with a special token.
+        UserError: the template does not end an answer with a special token.
     """
 
     def __init__(self, tokenizer: TreeTokenizer, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.tokenizer, self.variables = tokenizer, variables
         tokens, _, size = self._answered([QUESTION])
-        self.end = tokens[size - 1]
-        self._num_ends = tokens[:size].count(self.end)  # counts up to the end of the answer
-        if self.end not in tokenizer.special_tokens.values():
+        self.ends = template_ends(tokenizer, variables)
+        if tokens[size - 1] not in self.ends:
             raise UserError(
                 "data.template: expected a chat template that ends turns with a special token, but they end "
-                f"with {tokenizer.decode([self.end])!r}; choose another template"
+                f"with {tokenizer.decode(tokens[size - 1 : size])!r}; choose another template"
             )
 
     def start(self, episode: Episode, number: int) -> list[Rollout]:
@@ -195,13 +196,31 @@ class Chat:
 
     def text(self, turn: Sequence[int]) -> str:
         """Returns the text of a turn without the id that ends it."""
-        return self.tokenizer.decode(turn[:-1] if turn and turn[-1] == self.end else turn)
+        return self.tokenizer.decode(turn[:-1] if turn and turn[-1] in self.ends else turn)
 
-    def observation(self, messages: Sequence[Message]) -> list[int]:
-        """Returns what the template writes between the end of a turn and the beginning of the next one."""
-        tokens, size, _ = self._answered([QUESTION, ANSWER, *messages])
-        ends = [i for i, token in enumerate(tokens) if token == self.end]
-        return tokens[ends[self._num_ends - 1] + 1 : size]
+    def observation(self, messages: Sequence[Message], end: int) -> list[int]:
+        """Returns what the template writes between a turn that ended with the id ``end`` and the next one.
+
+        ``end`` takes the place of the token that ends the turn there, which may be another one, as in
+        gpt-oss's template. If that is also an end, such as the mark of the next role in GLM, it stays.
+        """
+        try:
+            tokens, size, _ = self._answered([QUESTION, ANSWER, *messages])
+        except UserError:
+            results = [m for m in messages if isinstance(m, dict) and m.get("role") == "tool"]
+            if not results:
+                raise
+            said = {"arguments": {"a": SAID}}  # some templates show results only of calls
+            calls = [said | {"name": m.get("name") or "tool", "id": m.get("tool_call_id")} for m in results]
+            turn = ANSWER | {"content": "", "tool_calls": calls}
+            tokens, size, _ = self._answered([QUESTION, turn, *messages])
+        decode = self.tokenizer.decode
+        start = next(i for i in range(size + 1) if SAID in decode(tokens[max(i - len(SAID), 0) : i]))
+        for ids in (self.ends, self.tokenizer.special_tokens.values()):
+            for i in range(start, size):
+                if (token := tokens[i]) in ids:
+                    return tokens[i + (token == end or token not in self.ends) : size]
+        return tokens[start:size]
 
     def _answered(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None
@@ -260,7 +279,7 @@ def play(
         contexts = [rollout.context for rollout, _ in unfinished]
         max_tokens = [min(max_turn_tokens, max_rollout_tokens - len(context)) for context in contexts]
         turn_seeds = [random.Random(f"{seed}/{turn}").getrandbits(62) for _, seed in unfinished]
-        completions = sampler.sample(contexts, max_tokens, chat.end, turn_seeds)
+        completions = sampler.sample(contexts, max_tokens, chat.ends, turn_seeds)
         for (rollout, _), completion in zip(unfinished, completions, strict=True):
             rollout.write(*completion)
             _answer(rollout, chat, max_rollout_tokens)
@@ -272,7 +291,7 @@ def _answer(rollout: Rollout, chat: Chat, max_rollout_tokens: int) -> None:
     """Lets the environment answer the newest turn."""
     with errors_at("a sampled turn"):
         rollout.turns.append(chat.text(rollout.tokens[rollout.starts[-1] :]))
-    if rollout.tokens[-1] != chat.end:
+    if rollout.tokens[-1] not in chat.ends:
         rollout.end(0.0, is_cut_off=True)
         return
     reply: Reply = rollout.episode.reply(rollout.turns)
@@ -282,7 +301,7 @@ def _answer(rollout: Rollout, chat: Chat, max_rollout_tokens: int) -> None:
     if reply.new_context:
         num_seen, tokens = 0, chat.prompt(rollout.episode, reply.messages)
     else:
-        num_seen, tokens = len(rollout.context), chat.observation(reply.messages)
+        num_seen, tokens = len(rollout.context), chat.observation(reply.messages, rollout.tokens[-1])
     if num_seen + len(tokens) >= max_rollout_tokens:
         rollout.end(0.0, is_cut_off=True)
         return

@@ -22,12 +22,13 @@ from titan_tree.errors import UserError
 from titan_tree.models.tree_model import TreeModel
 
 T = TypeVar("T")
+Ids = Sequence[int]  # of tokens
 
 UNIT = 2.0**40  # the integer that stands for probability 1
 
 
 class Completion(NamedTuple):
-    """A sampled turn. It ends with the stop token, unless the limit of tokens cut it off.
+    """A sampled turn. It ends with a stop token, unless the limit of tokens cut it off.
 
     Attributes:
         logprobs: log-probs of these tokens in nats, at temperature 1 and over ``sampling_mask``.
@@ -47,14 +48,14 @@ class Sampler(Protocol):
     """Samples turns at temperature 1, from the whole vocabulary or from the ids of ``sampling_mask``."""
 
     def sample(
-        self, contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], stop: int, seeds: Sequence[int]
+        self, contexts: Sequence[Ids], max_tokens: Sequence[int], stops: Ids, seeds: Sequence[int]
     ) -> list[Completion]:
         """Samples one turn for each context, in the same order.
 
         Args:
             contexts: token ids. Several may be equal.
             max_tokens: maximal number of tokens of each turn.
-            stop: the id that ends a turn.
+            stops: the ids that end a turn.
             seeds: a number from 0 to 2**62 for each turn. A deterministic sampler returns the same turns for
                 the same weights and arguments. If only the other contexts differ, rounding may differ.
         """

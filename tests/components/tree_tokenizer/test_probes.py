@@ -149,6 +149,63 @@ def test_what_the_template_leaves_out_of_the_prompt_is_refused(template, message
         assert "leaves this out of the prompt" in str(error.value)
 
 
+@for_each(
+    ("part", "cut", "lost"),
+    [
+        ("{{ m.content }}", "{{ m.content[:2000] }}", "messages[0] (user) content"),
+        ("{{ m.content }}", "{{ m.content | truncate(90000) }}", "messages[0] (user) content"),
+        ("{{ m.content }}", "{{ m.content[-2000:] }}", "messages[0] (user) content"),
+        (
+            "{{ m.content }}",
+            "{{ m.content[:9000] ~ '...' ~ m.content[-9000:] }}",
+            "messages[0] (user) content",
+        ),
+        ("{{ m.content }}", "{{ m.content.splitlines()[:500] | join('\n') }}", "messages[0] (user) content"),
+        (
+            "{{ m.content }}",
+            "{{ m.content[:5] if m.role == 'tool' else m.content }}",
+            "messages[2] (tool) content",
+        ),
+        (
+            "{{ m.content }}",
+            "{{ m.content[:99] if m.role == 'tool' and messages | length - loop.index > 1 else m.content }}",
+            "messages[2] (tool) content",
+        ),
+        (
+            "c.function | tojson",
+            "(c.function | tojson)[:99]",
+            "messages[1] (assistant) tool_calls[0].arguments",
+        ),
+        ("t | tojson", "(t | tojson)[:9000]", "tools[0].description"),
+    ],
+)
+def test_a_template_that_cuts_long_texts_is_refused(part, cut, lost):
+    tokenizer = tokenizer_of(ENDED.replace(part, cut))
+    with pytest.raises(UserError) as error:
+        tokenizer.samples([ASK, CALL, RESULT, SAY, ASK, SAY], [TOOL], turns="last")
+    assert str(error.value) == (
+        f"{lost}: the chat template (text) cuts long texts in the prompt, so samples would be trained "
+        "without what the model read; choose a data.template that shows them whole"
+    )
+
+
+@for_each(
+    "content",
+    [
+        "m.content | wordwrap(40) | upper",
+        "raise_exception('long') if m.content | length > 9 else m.content",
+        "m.content[:200000]",  # as long as no text is longer
+    ],
+)
+def test_a_template_may_change_or_refuse_long_texts_but_not_cut_them(content):
+    tokenizer = tokenizer_of(ENDED.replace("m.content", content))
+    assert trained(tokenizer, [ASK, CALL, RESULT, SAY])[1] == "A<end>"
+    if "200000" in content:
+        for longer in ({**RESULT, "content": "R" * 200_001}, {**RESULT, "content": "R" * 900_000}):
+            with pytest.raises(UserError, match=r"messages\[2\] \(tool\) content: .* cuts long texts"):
+                tokenizer.samples([ASK, CALL, longer, SAY])
+
+
 def test_a_kind_of_conversation_is_probed_once(monkeypatch):
     tokenizer, requests = tokenizer_of(ENDED), []
     request = ChatTemplate._request
@@ -164,7 +221,7 @@ def test_a_kind_of_conversation_is_probed_once(monkeypatch):
         tokenizer.samples(conversation, [TOOL])
         numbers.append(len(requests))
         requests.clear()
-    assert numbers == [7, 1, 1]
+    assert numbers == [8, 1, 1]
 
 
 def test_thoughts_of_earlier_turns_may_be_missing():

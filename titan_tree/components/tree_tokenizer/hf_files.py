@@ -34,8 +34,8 @@ def template_ends(tokenizer: TreeTokenizer, variables: Mapping[str, Any]) -> lis
     """Returns the ids at which answers of the chat template end: of text, and of calls if it shows calls."""
     ends = []
     date = {"date": "2025-12-31"} if "date" in tokenizer.template_variables else {}
-    # Some templates need a thought to continue their own prompt, or a system message.
-    answers: list[tuple[Message, Sequence[Message] | None]] = [(ANSWER, None), (CALL, [TOOL])]
+    # Some templates need a thought to continue their own prompt, or a system message, or show no tools.
+    answers: list[tuple[Message, Sequence[Message] | None]] = [(ANSWER, None), (CALL, [TOOL]), (CALL, None)]
     for (answer, tools), thought, system in product(answers, ({}, THOUGHT), ([], [SYSTEM])):
         messages = [*system, QUESTION, answer | thought]
         try:

@@ -3,6 +3,7 @@
 A probe is a copy of a conversation with a mark in place of each of its texts. A mark that is missing in the
 rendered text was left out by the template. TRL's tests of templates do the same with one fixed conversation.
 Here the marks are planted once per template and kind of message, so that other conversations cost nothing.
+A second probe has texts that are longer than the real ones, because templates may cut long texts.
 """
 
 from __future__ import annotations
@@ -21,55 +22,66 @@ from titan_tree.errors import UserError
 Tools = Sequence[Mapping[str, object]]
 Variables = Mapping[str, object]
 Marks = list[tuple[str, str]]  # (field, mark) of each text of a message or of the tools, in order
+LONG = 100_000  # characters of the text that takes the place of a shorter one
+MARK = re.compile(r"zq\d+qz")
 
 
 class Probe:
-    """A conversation and its tools with marks in place of their texts."""
+    """A conversation and its tools with marks in place of their texts; long texts in the messages ``long``.
 
-    def __init__(self, messages: Sequence[Message], tools: Tools | None) -> None:
+    If ``long`` contains -1, one tool of each form also has a long description.
+    """
+
+    def __init__(self, messages: Sequence[Message], tools: Tools | None, long: Collection[int] = ()) -> None:
         self._mark = map("zq{}qz".format, count()).__next__
-        self.tools, self.tool_marks = self._tools(tools or ())
-        planted = [self.message(message) for message in messages]
+        self.tools, self.tool_marks = self._tools(tools or (), -1 in long)
+        planted = [self.message(message, index in long) for index, message in enumerate(messages)]
         self.messages, self.marks = [m for m, _ in planted], [marks for _, marks in planted]
 
-    def message(self, message: Message) -> tuple[Message, Marks]:
+    def message(self, message: Message, is_long: bool = False) -> tuple[Message, Marks]:
         """Returns a message with marks, and the marks that a prompt must have: not those of thoughts."""
         marks: Marks = []
+        size = _size(message) if is_long else 0
         planted = {field: value for field, value in message.items() if field != "prefill"}
         if message.get("reasoning_content"):
             planted["reasoning_content"] = self._mark()
         if message["content"].strip():
-            planted["content"] = self._mark()
-            marks.append(("content", planted["content"]))
+            planted["content"] = self._text("content", size, marks)
         if calls := message.get("tool_calls"):
             planted["tool_calls"] = [
-                self._call(call, f"tool_calls[{index}]", marks) for index, call in enumerate(calls)
+                self._call(call, f"tool_calls[{index}]", size, marks) for index, call in enumerate(calls)
             ]
         return planted, marks
 
-    def _call(self, call: Message, where: str, marks: Marks) -> Message:
-        name, key, value = self._mark(), self._mark(), self._mark()
+    def _text(self, field: str, size: int, marks: Marks) -> str:
+        """Returns a mark, or ``size`` characters with three. Adds them to ``marks``."""
+        planted = [self._mark() for _ in range(3 if size else 1)]
+        marks += [(field, mark) for mark in planted]
+        words = size // 24  # in many lines and in a long one, because a template may cut either
+        return ("\ntitan" * words + " titan" * words + " ").join(planted)
+
+    def _call(self, call: Message, where: str, size: int, marks: Marks) -> Message:
         arguments: object = call["function"]["arguments"]
-        marks.append((f"{where}.name", name))
+        name, field = self._text(f"{where}.name", 0, marks), f"{where}.arguments"
         parsed = parse_object(arguments) if isinstance(arguments, str) else arguments
         if parsed is not None:
-            arguments = {key: value} if arguments is parsed else json.dumps({key: value})
-            marks += [(f"{where}.arguments", key), (f"{where}.arguments", value)]
+            planted = {self._text(field, 0, marks): self._text(field, size, marks)}
+            arguments = planted if arguments is parsed else json.dumps(planted)
         elif arguments:  # the text of a custom tool, or broken JSON
-            arguments = value
-            marks.append((f"{where}.arguments", value))
+            arguments = self._text(field, size, marks)
         return {**call, "function": {"name": name, "arguments": arguments}}
 
-    def _tools(self, tools: Tools) -> tuple[list[dict[str, object]], Marks]:
+    def _tools(self, tools: Tools, is_long: bool) -> tuple[list[dict[str, object]], Marks]:
         marks: Marks = []
         planted = []
+        long = {_tool_form(tool): index for index, tool in enumerate(tools)}.values() if is_long else ()
         for index, tool in enumerate(tools):
             inner = tool.get("function")
             function = {**(inner if isinstance(inner, dict) else tool)}
             for field in ("name", "description"):
                 if isinstance(text := function.get(field), str) and text.strip():
-                    function[field] = self._mark()
-                    marks.append((f"tools[{index}].{field}", function[field]))
+                    size = _size({"content": text}) if index in long and field == "description" else 0
+                    function[field] = self._text(f"tools[{index}].{field}", size, marks)
             parameters = function.get("parameters")
             if isinstance(parameters, dict) and isinstance(types := parameters.get("properties"), dict):
                 names = [self._mark() for _ in types]
@@ -80,9 +92,21 @@ class Probe:
         return planted, marks
 
 
-def _missing(marks: Marks, text: str) -> str | None:
-    """Returns the first field whose mark is missing in the text, which is in lower case."""
-    return next((field for field, mark in marks if mark not in text), None)
+def _missing(marks: Marks, shown: Collection[str]) -> str | None:
+    """Returns the first field with a mark that is not among those that a template shows."""
+    return next((field for field, mark in marks if mark not in shown), None)
+
+
+def _marks(text: str) -> set[str]:
+    """Returns the marks in a rendered text. A template may change the case."""
+    return set(MARK.findall(text.lower()))
+
+
+def _size(message: Message) -> int:
+    """Returns how many characters the long texts in place of a message's texts have: more than these."""
+    calls = message.get("tool_calls", ())
+    texts = message["content"], *[str(call["function"]["arguments"]) for call in calls]
+    return LONG << (max(map(len, texts)) // LONG).bit_length()
 
 
 def check_context(
@@ -102,28 +126,33 @@ def check_context(
     new = [index for index, kind in enumerate(kinds) if shown is None or kind not in shown]
     if shown is not None and not new:
         return
-    probe = Probe(messages, tools)
     # The next prompt after each message of a new kind, and the last prompt.
     chosen = sorted({next(turn for turn in turns if turn > index) for index in new} | {turns[-1]})
-    try:
-        prompts = list(template.prefixes(probe.messages, probe.tools, [(t, True) for t in chosen], variables))
-    except UserError:  # the template refuses the conversation, or depends on its texts
-        return
-    for turn, prompt in zip(chosen, map(str.lower, prompts), strict=True):  # a template may change the case
-        hidden = [(_missing(probe.tool_marks, prompt), "")]
-        for index, message in enumerate(messages[:turn]):
-            hidden.append((_missing(probe.marks[index], prompt), f"messages[{index}] ({message['role']}) "))
-        for field, where in hidden:
-            if field is not None:
-                raise UserError(
-                    f"{where}{field}: the chat template {template.name} leaves this out of the prompt, so "
-                    f"messages[{turn}] would be trained without what the model read; choose a data.template "
-                    "that shows it, or remove the sample"
-                )
+    names = [f"messages[{index}] ({message['role']}) " for index, message in enumerate(messages)]
+    oldest = {kinds[index][1:3]: index for index in reversed(new)}.values()  # of each form
+    for long, prompts in ((), chosen), ((-1, *oldest), turns[-1:]):
+        probe, prefixes = Probe(messages, tools, long), [(turn, True) for turn in prompts]
+        try:
+            texts = list(template.prefixes(probe.messages, probe.tools, prefixes, variables))
+        except UserError:  # the template refuses the conversation, or depends on its texts
+            if not long:
+                return
+            break  # it refuses long texts, so it cuts none
+        for turn, rendered in zip(prompts, map(_marks, texts), strict=True):
+            for where, marks in [("", probe.tool_marks), *zip(names, probe.marks, strict=True)][: turn + 1]:
+                if field := _missing(marks, rendered):
+                    lost = f"leaves this out of the prompt, so messages[{turn}]"
+                    hint = "shows it, or remove the sample"
+                    if long:
+                        lost, hint = "cuts long texts in the prompt, so samples", "shows them whole"
+                    raise UserError(
+                        f"{where}{field}: the chat template {template.name} {lost} would be trained without "
+                        f"what the model read; choose a data.template that {hint}"
+                    )
     template.shown.setdefault(shared, set()).update(kinds)
 
 
-def _kinds(messages: Sequence[Message]) -> Iterator[Hashable]:
+def _kinds(messages: Sequence[Message]) -> Iterator[tuple[Hashable, ...]]:
     """Yields the kind of each message. Templates show or hide all messages of one kind."""
     users = [index for index, message in enumerate(messages) if message["role"] == "user"]
     last_user = users[-1] if users else -1
@@ -135,15 +164,17 @@ def _kinds(messages: Sequence[Message]) -> Iterator[Hashable]:
             not content or content.isspace(),
             bool(message.get("reasoning_content")),
             tuple([type(call["function"]["arguments"]) for call in calls[:2]]) if calls else (),
+            _size(message),
         )
-        yield before, form, form in seen, index < last_user
+        yield before, form, index < last_user, form in seen
         seen.add(form)
         before = form
 
 
-def _tool_form(tool: Mapping[str, object]) -> tuple[str, ...]:
-    function = tool.get("function")
-    return (*tool, *(function if isinstance(function, dict) else ()))
+def _tool_form(tool: Mapping[str, object]) -> tuple[str | int, ...]:
+    inner = tool.get("function")
+    function = inner if isinstance(inner, dict) else tool
+    return *tool, *function, _size({"content": str(function.get("description"))})
 
 
 def find_call_form(
@@ -159,7 +190,7 @@ def find_call_form(
         except UserError:
             continue
         is_python = re.search(r"\{'zq\d+qz': 'zq\d+qz'\}", text)  # an object that was printed as text
-        if not is_python and not any(_missing(marks, text.lower()) for marks in asked):
+        if not is_python and not any(_missing(marks, _marks(text)) for marks in asked):
             return
     template.call_form = None
 

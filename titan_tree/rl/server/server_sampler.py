@@ -20,7 +20,7 @@ from titan_tree.errors import UserError, errors_at, shorten, unknown_name
 from titan_tree.models.lora.peft import save_adapter
 from titan_tree.models.pretrained import save_pretrained
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.rl.sampler import Completion
+from titan_tree.rl.sampler import Completion, Ids
 from titan_tree.rl.server.client import LARGEST_ANSWER, ServerClient, StoppedError
 from titan_tree.rl.server.vllm import VLLM
 from titan_tree.rl.settings import RLRunConfig, ServerConfig
@@ -104,7 +104,7 @@ class ServerSampler:
         self._warnings: set[str] = set()  # each is logged once
 
     def sample(
-        self, contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], stop: int, seeds: Sequence[int]
+        self, contexts: Sequence[Ids], max_tokens: Sequence[int], stops: Ids, seeds: Sequence[int]
     ) -> list[Completion]:
         """See ``Sampler``. Servers get 31 bits of each seed.
 
@@ -115,7 +115,7 @@ class ServerSampler:
         """
         with ThreadPoolExecutor(self.config.concurrency, "sampler") as threads:
             turns = [
-                threads.submit(self._sample_turn, client, context, limit, stop, seed % 2**31)
+                threads.submit(self._sample_turn, client, context, limit, stops, seed % 2**31)
                 for client, context, limit, seed in zip(
                     self._clients_of(contexts), contexts, max_tokens, seeds, strict=True
                 )
@@ -193,14 +193,14 @@ class ServerSampler:
             client.stop()
 
     def _sample_turn(
-        self, client: ServerClient, context: Sequence[int], limit: int, stop: int, seed: int
+        self, client: ServerClient, context: Ids, limit: int, stops: Ids, seed: int
     ) -> Completion:
         if self._is_closed:
             raise StoppedError(client.url)
-        request = self.vllm.sampling_request(context, limit, stop, seed)
+        request = self.vllm.sampling_request(context, limit, stops, seed)
         answer = client.post(self.vllm.sampling_path, request, self._largest(len(context) + limit))
         with errors_at(client.url):
-            completion = self.vllm.completion(answer, context, limit, stop)
+            completion = self.vllm.completion(answer, context, limit, stops)
         if not self.vllm.is_bound(answer):
             self._are_bound = False
         return completion

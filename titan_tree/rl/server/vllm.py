@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from titan_tree.errors import UserError, shorten
-from titan_tree.rl.sampler import Completion
+from titan_tree.rl.sampler import Completion, Ids
 from titan_tree.rl.server.client import Json, ServerClient
 from titan_tree.rl.truncation import Truncation
 from titan_tree.tree.path_fields import MAX_LOGPROB
@@ -49,15 +48,15 @@ class VLLM:
         """The path of requests that sample."""
         return "/inference/v1/generate" if self.truncation.is_on else "/v1/completions"
 
-    def sampling_request(self, context: Sequence[int], limit: int, stop: int, seed: int) -> Json:
+    def sampling_request(self, context: Ids, limit: int, stops: Ids, seed: int) -> Json:
         """Returns the body of a request for one turn of at most ``limit`` tokens."""
         model, settings = {"model": self.adapter or self.model}, sampling_settings(self.truncation)
-        settings |= {"max_tokens": limit, "n": 1, "logprobs": 1, "seed": seed, "stop_token_ids": [stop]}
+        settings |= {"max_tokens": limit, "n": 1, "logprobs": 1, "seed": seed, "stop_token_ids": list(stops)}
         if self.truncation.is_on:
             return model | {"token_ids": list(context), "sampling_params": settings}
         return model | settings | {"prompt": list(context), "return_token_ids": True}
 
-    def completion(self, answer: Json, context: Sequence[int], limit: int, stop: int) -> Completion:
+    def completion(self, answer: Json, context: Ids, limit: int, stops: Ids) -> Completion:
         """Returns the turn in the JSON of the answer to such a request.
 
         Raises:
@@ -104,12 +103,13 @@ class VLLM:
                 f"got {size}, {len(logprobs)} and {shorten(num_tokens)}; the server loses tokens, use "
                 "another version"
             )
-        is_whole = stop not in tokens[:-1] and (tokens[-1] == stop or size == limit)
+        is_whole = not {*stops} & {*tokens[:-1]} and (tokens[-1] in stops or size == limit)
         if not is_whole or finish not in ("stop", "length"):
             raise UserError(
-                f"expected a turn that ends with the stop token {stop} or has {limit} tokens, got {size} "
-                f"tokens that end with {shorten(tokens[-3:])} (finish_reason {shorten(finish)}); start "
-                "the server without other stop tokens, for example with --generation-config vllm"
+                f"expected a turn that ends with a stop token of {list(stops)} or has {limit} "
+                f"tokens, got {size} tokens that end with {shorten(tokens[-3:])} (finish_reason "
+                f"{shorten(finish)}); start the server without other stop tokens, for example with "
+                "--generation-config vllm"
             )
         return Completion(
             tokens,

@@ -42,7 +42,6 @@ def export_results(
         tokenizer: that of the data, which the export gets if the start weights came without one.
     """
     folder, source = Path(config.folder), config.model.hf_path
-    folder.mkdir(parents=True, exist_ok=True)
     if model.lora is not None:
         export_adapter(model, folder / "adapter", run, source)
     if config.checkpoint.export_hf:
@@ -127,9 +126,10 @@ def _replaced(folder: Path, run: str, kind: str) -> Iterator[Path]:
     unfinished = folder.with_name(f"{folder.name}.{run}.partial")
     shutil.rmtree(unfinished, ignore_errors=True)  # an earlier start was interrupted
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
         yield unfinished
         if earlier := set_aside(folder, "earlier"):
-            logger.info("earlier %s: moved to %s", kind, earlier)
+            logger.warning("%s: its earlier content was moved to %s", folder, earlier)
         unfinished.rename(folder)
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
