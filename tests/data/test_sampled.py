@@ -47,6 +47,7 @@ def chat(response=None, **choice):
         | {"request": ASKED | {"return_token_ids": True, "logprobs": True}},
         chat({"prompt_token_ids": [5, 6]}, logprobs=CONTENT),  # return_tokens_as_token_ids
         chat(prompt_token_ids=[5, 6], meta_info={"output_token_logprobs": PAIRS}),
+        chat(meta_info={"output_token_logprobs": PAIRS, "prompt_token_ids": [5, 6]}),
         {"choices": [SAID | {"token_ids": [8, 9], "logprobs": CONTENT}], "prompt_token_ids": [5, 6]} | ASKED,
         {  # completions
             "request": {"prompt": "text", "temperature": 0.7},

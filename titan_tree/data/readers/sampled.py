@@ -61,7 +61,7 @@ def recorded(path: str, request: Record, response: Record, choice: Record, where
             f"{where}: expected all {shorten(count)} token ids of an answer that ended, got {len(ids)}; of a "
             "stream, log the ids of all chunks, with the last finish_reason"
         )
-    prompts = [part.get("prompt_token_ids") for part in (choice, response)]
+    prompts = [part.get("prompt_token_ids") for part in (choice, response, info)]
     prompts += [request.get(name) for name in ("input_ids", "prompt", "token_ids")]
     prompt = next((ids for ids in (*prompts, _read(info, where)) if _are_ids(ids)), None)
     if prompt is None:
