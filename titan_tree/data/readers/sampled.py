@@ -61,7 +61,7 @@ def recorded(path: str, request: Record, response: Record, choice: Record, where
             f"{where}: expected all {shorten(count)} token ids of an answer that ended, got {len(ids)}; of a "
             "stream, log the ids of all chunks, with the last finish_reason"
         )
-    prompts = [part.get("prompt_token_ids") for part in (choice, response, info)]
+    prompts = [part.get("prompt_token_ids") for part in (choice, response)]
     prompts += [request.get(name) for name in ("input_ids", "prompt", "token_ids")]
     prompt = next((ids for ids in (*prompts, _read(info, where)) if _are_ids(ids)), None)
     if prompt is None:
@@ -126,7 +126,9 @@ def _answers(choice: Record, info: Record, where: str) -> Iterator[tuple[Any, An
 
 
 def _read(info: Record, where: str) -> list[object] | None:
-    """Returns the ids of the prompt that the log-probs of the input cover, if they cover all of it."""
+    """Returns the ids of the prompt, or those that the log-probs of the input cover, if they are all."""
+    if ids := _list(info, "prompt_token_ids", f"{where}.meta_info"):
+        return ids if len(ids) == info.get("prompt_tokens", len(ids)) else None
     pairs = _pairs(info, "input_token_logprobs", where)
     return [pair[1] for pair in pairs] if len(pairs) == info.get("prompt_tokens") else None
 
