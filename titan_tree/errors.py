@@ -119,13 +119,22 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f"; did you mean {names[close[0]]!r}?" if close else ""
 
 
+def utf16_hint(content: bytes) -> str:
+    """Returns how to convert UTF-16 without a byte-order mark; "" if the content does not begin with it."""
+    for order, others in (("LE", content[1:64:2]), ("BE", content[:64:2])):
+        if others and not others.strip(b"\0") and b"\0\0" not in content[:64]:
+            return f"; it is UTF-16: convert it with iconv -f UTF-16{order} -t UTF-8"
+    return ""
+
+
 def encoding_hint(content: bytes) -> str:
     """Returns how to turn ``content``, which is not UTF-8, into what can be read."""
-    if content.startswith(b"PK\x03\x04"):
-        return "; it is a zip archive: unpack it"
+    for start, kind in ((b"PK\x03\x04", "a zip archive"), (b"BZh", "bzip2"), (b"\xfd7zXZ", "xz")):
+        if content.startswith(start):
+            return f"; it is {kind}: unpack it"
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "; it is UTF-16: convert it with iconv -f UTF-16 -t UTF-8"
-    return "; if it is Latin-1, convert it with iconv -f LATIN1 -t UTF-8"
+    return utf16_hint(content) or "; if it is Latin-1, convert it with iconv -f LATIN1 -t UTF-8"
 
 
 def missing_snapshot(folder: object, kind: str = SNAPSHOT) -> str:
@@ -159,7 +168,7 @@ def require_list(values: object, kind: type, where: str, hint: str) -> None:
         hint: what to pass instead.
     """
     got = type(values).__name__
-    if isinstance(values, Sequence):
+    if isinstance(values, Sequence) and not isinstance(values, str):
         others = [type(value).__name__ for value in values if not isinstance(value, kind)]
         if not others:
             return

@@ -146,6 +146,18 @@ def test_a_removed_directory_is_one_line(tmp_path):
     assert (ended.returncode, ended.stderr) == (2, f"titan-tree: error: {message}\n")
 
 
+def test_a_locale_of_ascii_starts_python_in_utf_8_mode():
+    """torch reads its own files in the encoding of the locale."""
+    code = "import sys; from titan_tree.cli import run_process; run_process.prepare_streams()"
+    own = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    ended = subprocess.run(
+        [sys.executable, "-c", f"{code}; print(sys.flags.utf8_mode, sys.argv[1], chr(233))", "ü"],
+        capture_output=True,
+        env=os.environ | own,
+    )
+    assert (ended.stdout.decode(), ended.stderr) == ("1 ü é\n", b"")
+
+
 def test_an_unknown_command_exits_with_status_2_and_names_the_command_that_was_meant(capsys):
     assert cli.main(["inspekt"]) == 2
     assert "unknown command 'inspekt'; did you mean 'inspect'?" in capsys.readouterr().err
@@ -185,7 +197,10 @@ def test_print_completion_covers_every_command(shell, capsys):
         ("ingest demo out --advantage-options omega=1", "; write data.advantage_options.NAME=VALUE;"),
         ("inspect demo --merge batch", "; write data.merge=VALUE;"),
         ("score demo out --set loss.name=dpo", "; write key=value without it;"),
-        ("train demo --lr 1e-3", "; write optimizer.lr=VALUE or warm_start.lr=VALUE;"),
+        ("train demo --lr 1e-3", "; write optimizer.lr=VALUE; titan-tree"),
+        ("train demo --seed 1", "; write data.seed=VALUE or training.seed=VALUE; titan-tree"),
+        ("train demo --lora-rank 8", "; write lora.rank=VALUE; titan-tree"),
+        ("train demo --rollouts 1", "; write rl.rollouts=VALUE; titan-tree"),
         ("train demo --training.steps 3", "; write training.steps=VALUE;"),
         ("inspect demo --limt 3", "; did you mean '--limit'?;"),
         ("export a b --adaptor", "; did you mean '--adapter'?;"),

@@ -109,6 +109,12 @@ def test_a_dumped_configuration_loads_as_the_same_configuration(
     assert load_config(copy) == config
 
 
+def test_overrides_are_a_list(file: Path) -> None:
+    message = r'load_config: overrides: expected a list of strs, got str; pass \["training.steps=10"\]'
+    with pytest.raises(UserError, match=message):
+        load_config(file, "training.steps=3")
+
+
 @for_each(
     ("toml", "says"),
     [

@@ -246,6 +246,12 @@ def test_what_a_line_removes_is_not_in_later_contexts(tmp_path, fields, context)
     assert trajectories == [FIRST_CONTEXT, (None, [*context, "user: new", "assistant: 2"])]
 
 
+def test_content_that_is_null_is_an_empty_text(tmp_path):
+    rows = [claude_user("u1", None, None), claude_answer("a1", "u1", "m1", text("ok"))]
+    trajectories, _ = read(write_lines(tmp_path / "f.jsonl", rows))
+    assert trajectories == [(1203, ["user: ", "assistant: ok"])]
+
+
 def test_output_of_local_commands_is_read(tmp_path):
     command = claude_event("c", "k6", "system", subtype="local_command", content="<stdout>x")
     lines = [*CLAUDE_KEPT, command, claude_answer("a1", "c", "m3", text("2"), "end_turn")]

@@ -1,5 +1,6 @@
 """Readers: files, formats and damaged files, and how a new format is added."""
 
+import codecs
 import gzip
 import json
 import os
@@ -207,6 +208,19 @@ def test_a_byte_order_mark_is_skipped_in_utf_8_and_refused_in_others(tmp_path, t
             UserError, match=r"file:1: expected UTF-8 text: invalid start byte at byte 1; .*iconv"
         ):
             read([str(file)])
+
+
+@pytest.mark.parametrize("text", ['{"tokens": [1]\n}', '{"tokens"\n: [1]}', '{"tokens": [1]\n\n, "id": "a"}'])
+def test_a_document_may_go_on_where_a_line_begins(tmp_path, text):
+    (tmp_path / "file").write_text(text)
+    assert [record for _, record in read([str(tmp_path / "file")])] == [json.loads(text)]
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", codecs.BOM_UTF8, codecs.BOM_UTF8 + b"\r\n"])
+def test_a_file_without_a_line_is_named(tmp_path, content):
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(UserError, match=r"file: expected at least one record in the format jsonl, got none"):
+        read([str(tmp_path / "file")])
 
 
 @pytest.mark.parametrize("damage", ["truncated", "wrong checksum"])

@@ -307,6 +307,21 @@ def test_log_probs_that_are_all_zero_are_named_once(tmp_path, caplog):
     )
 
 
+def test_log_probs_that_are_means_of_answers_are_named_once(tmp_path, caplog):
+    """Log-probs near 0 have few digits, so neighbors may be equal. A path of two answers has two means."""
+    row, near = {"tokens": list(range(9))}, [0.0, 0.0, 0.0, 0.0, -1.2e-7, -1.2e-7, -1.2e-7, -0.7, -0.7]
+    means = [None, -0.5, -0.5, -0.5, -0.5, -0.25, -0.25, -0.25, -0.25]
+    rows = [row | {"rollout_logprobs": near}, row | {"rollout_logprobs": means, "id": "m"}]
+    reader = sample_reader(write_lines(tmp_path / "f", rows))
+    for group in reader.files.groups():
+        reader.paths(group)
+    (record,) = caplog.records
+    assert record.getMessage().endswith(
+        "f:2: rollout_logprobs: neighbors are equal, as if each were the mean of its answer; record one for "
+        "each token, or remove the field"
+    )
+
+
 def test_rewards_that_are_no_numbers_are_named_once_per_file(tmp_path, caplog):
     rows = [{"reward": reward, "messages": chat("x", "y")} for reward in (1, 0.5, None, "0.5", True)]
     file = write(tmp_path / "f", *rows[:3], {"trajectories": rows[3:4]}, rows[4])

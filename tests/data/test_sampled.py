@@ -47,6 +47,7 @@ def chat(response=None, **choice):
         | {"request": ASKED | {"return_token_ids": True, "logprobs": True}},
         chat({"prompt_token_ids": [5, 6]}, logprobs=CONTENT),  # return_tokens_as_token_ids
         chat(prompt_token_ids=[5, 6], meta_info={"output_token_logprobs": PAIRS}),
+        chat(meta_info={"output_token_logprobs": PAIRS, "prompt_token_ids": [5, 6]}),
         {"choices": [SAID | {"token_ids": [8, 9], "logprobs": CONTENT}], "prompt_token_ids": [5, 6]} | ASKED,
         {  # completions
             "request": {"prompt": "text", "temperature": 0.7},
@@ -126,6 +127,10 @@ def test_choices_with_ids_become_trajectories(tmp_path):
     ("row", "line"),
     [
         (chat(token_ids=[8, 9]), "token ids of the answer, but not of the prompt"),
+        (
+            chat(token_ids=[8, 9], meta_info={"prompt_token_ids": [5, 6], "prompt_tokens": 3}),
+            "not of the prompt",
+        ),
         (chat(logprobs={"content": [{"token": "ab", "logprob": -0.5}]}), "log-probs of tokens without ids"),
         (chat({"prompt_token_ids": [5, 6]}, token_ids=[8, 9]), "are trained as recorded, not the text"),
     ],

@@ -132,7 +132,7 @@ def test_fields_that_the_chat_template_reads_are_known(tmp_path):
         ({"advantage": True}, "advantage: expected a number, got True"),
         ({"advantage": [0, "1", 2]}, "advantage[1]: expected a number, got '1'"),
         ({"advantage": 10**310}, "advantage: expected numbers up to 1e12, got an integer of"),
-        ({"loss_mask": [0, 1, True]}, "loss_mask[2]: expected a number, got True"),
+        ({"loss_mask": [0, 1, "1"]}, "loss_mask[2]: expected a number, got '1'"),
         ({"loss_mask": [0, None, 1]}, "loss_mask[1]: expected a number, got None"),
         ({"loss_mask": [0, 1]}, "loss_mask: expected 3 entries, one per token, got 2"),
         ({"loss_mask": "011"}, "loss_mask: expected a number, got '011'"),
@@ -226,6 +226,41 @@ def test_truncated_arrays_are_refused(tmp_path):
             "broken JSON at character 17: Extra data; write one value per line, or a list of all",
         ),
         (
+            b'{"tokens": [1]}\r{}\r',
+            "broken JSON at character 17: Extra data; its lines end in carriage returns: tr '\\r' '\\n'",
+        ),
+        (
+            b'{"tokens": [1]}\f{}',
+            "broken JSON at character 16: Extra data; write one value per line, or a list of all; the "
+            "character U+000C there is no line break",
+        ),
+        (
+            b'\f{"tokens": [1]}',
+            "broken JSON at character 1: Expecting value; remove the character U+000C",
+        ),
+        (
+            b'{"id": "a\tb"}',
+            "broken JSON at character 10: Invalid control character; escape the character U+0009",
+        ),
+        (b"BZh91AY&SY\xff", "expected UTF-8 text: invalid start byte at byte 11; it is bzip2: unpack it"),
+        (
+            b"\xfd7zXZ",
+            "expected UTF-8 text: invalid start byte at byte 1; it is xz: unpack it",
+        ),
+        (
+            b'\x1e{"tokens": [1]}',
+            "broken JSON at character 1: Expecting value; it is a JSON text sequence: tr -d '\\036' <",
+        ),
+        (
+            '{"a": 1}'.encode("utf-16-le"),
+            "broken JSON at character 2: Expecting property name enclosed in double quotes; it is UTF-16: "
+            "convert it with iconv -f UTF-16LE -t UTF-8",
+        ),
+        (
+            '{"a": "\u00c4"}'.encode("utf-16-be"),
+            "expected UTF-8 text: invalid continuation byte at byte 16; it is UTF-16: convert it with",
+        ),
+        (
             b"{'tokens': [1]}",
             "broken JSON at character 2: Expecting property name enclosed in double quotes; "
             "JSON has double quotes: write it with json.dumps, not str",
@@ -262,6 +297,15 @@ def test_truncated_arrays_are_refused(tmp_path):
 )
 def test_json_is_strict(tmp_path, line, message):
     assert error_of(tmp_path, ROW, line).startswith(f"2: {message}")
+
+
+def test_a_loss_mask_may_be_boolean(tmp_path):
+    for mask in ([False, True, True], [0, True, 1]):
+        file = tmp_path / "f.jsonl"
+        file.write_text(json.dumps({"tokens": [5, 6, 7], "loss_mask": mask}))
+        reader = sample_reader(file)
+        (group,) = reader.files.groups()
+        assert reader.paths(group)[0].loss_mask.tolist() == [0, 1, 1]
 
 
 def test_surrogate_pairs_and_the_words_nan_and_infinity_are_text():

@@ -47,6 +47,21 @@ FOUND = {
     "sshpass -p hunter22 ssh h": "sshpass -p *** ssh h",
     "machine h\n login a password hunter": "machine h\n login a password ***",
     "Authorization: token abcdefgh": "Authorization: token ***",
+    "\n  password: hunterpass\n": "\n  password: ***\n",
+    "\n- DB_PASSWORD: correct-horse  # ours\nx": "\n- DB_PASSWORD: ***  # ours\nx",
+    "\\n  password: hunterpass\\nuser: ada": "\\n  password: ***\\nuser: ada",
+    "\n   12→  password: hunterpass\n": "\n   12→  password: ***\n",
+    ".dockerconfigjson: eyJhdXRocyI6eyJnaGNyLmlvIjp7fX19": ".dockerconfigjson: ***",
+    "kind: Secret\ndata:\n  password: aHVudGVycGFzcw==\n": "kind: Secret\ndata:\n  password: ***\n",
+    f"tls.key: LS0tLS1CRUdJTiBQUklWQVRFIEtFWS0tLS0t{'Q0' * 9}==": "tls.key: ***",
+    "ada:$apr1$ZjTqBB3f$IF9gdYAGlMrs2fuINjHsz.": "ada:***",
+    f"ada:$2y$05${'c4WoM' * 10}BRq": "ada:***",
+    f"$argon2id$v=19$m=65536,t=3,p=4$c29tZXNhbHRzb21l${'Rdesc' * 8}": "***",
+    "ada:{SHA}VBPuJHI7uixaa6LQGWx4s+5GKNE=": "ada:***",
+    f"Private-Lines: 1\r\n{'AAAAIEqw' * 4}\r\nPrivate-MAC: 5b": "Private-Lines: 1***Private-MAC: 5b",
+    "OPENAI_KEY=hunterhunter": "OPENAI_KEY=***",
+    "TAVILY_KEY=q1w2e3r4t5y6u7i8": "TAVILY_KEY=***",
+    '{"azure_openai_key": "qwerty12asdf"}': '{"azure_openai_key": "***"}',
 }
 PLAIN = (
     *('class="sk-estimator-doc-link"', "pk_order_items_composite", "npm_config_registry_url"),
@@ -70,6 +85,14 @@ PLAIN = (
         "next_token: the 12 items",
         "password=***",
     ),
+    *(
+        f"\n  password: {word}\n"
+        for word in ("str", "required", "SecretStr", "String!", "incorrect", "Optional[str]")
+    ),
+    *("{\n  password: newPass\n}", "\n  password: data.password\n", "\npassword: the one that you chose\n"),
+    *("CACHE_KEY=linux-x64-node18-deadbeef", "SORT_KEY=created_at", "KEY=/home/ada/.ssh/id_ed25519"),
+    *("echo $1$SOMETHING_LONG_VARIABLE_NAME", "tls.crt: LS0tLS1CRUdJTiBDRVJUSUZJQ0FURS0tLS0tCk1JSUR"),
+    *("Private-Lines: 14 lines of base64", "pwd: workdir", "the hash begins with $2y$05$"),
 )
 
 
@@ -87,7 +110,24 @@ def test_other_text_stays(text: str) -> None:
     assert (secrets.text(text), secrets.hidden) == (text, 0)
 
 
-@for_each("part", ["token=", "password", "sk-", "://a:", "Authorization: ", "curl -u ", "\\", "key ", "eyJ"])
+@for_each(
+    "part",
+    [
+        "token=",
+        "password",
+        "sk-",
+        "://a:",
+        "Authorization: ",
+        "curl -u ",
+        "\\",
+        "key ",
+        "eyJ",
+        "$1$a",
+        "\nA_KEY: a",
+        "\npassword: a",
+        "-",
+    ],
+)
 def test_the_search_takes_time_in_proportion_to_the_text(part: str) -> None:
     """A quadratic search of this text takes minutes."""
     start = time.process_time()

@@ -186,18 +186,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def _keys_of(option: str, prefix: str) -> str:
     """Returns the keys of a configuration that begin with ``prefix`` and that an option may mean."""
     from titan_tree.cli.reference import tables
+    from titan_tree.config.toml import COMMANDS as TABLES_OF_COMMANDS
 
     name = option.lstrip("-").partition("=")[0].replace("-", "_")
     if name == "set":
         return "; write key=value without it"
     keys = [key for table in tables() for key in table.keys if key.name.startswith(prefix)]
     forms = {"table": ".NAME=VALUE", "list": "=[VALUE, ...]"}
-    means = [
-        f"{key.name}{forms.get(re.split('[ ,]', key.type)[0], '=VALUE')}"
+    means = {
+        f"{key.name}{forms.get(re.split('[ ,]', key.type)[0], '=VALUE')}": None
         for key in keys
-        if name in (key.name, key.name.rpartition(".")[2])
-    ]
-    return f"; write {' or '.join(means)}" if means else ""
+        if name in (key.name, key.name.replace(".", "_"), key.name.rpartition(".")[2])
+    }
+    of_all = [form for form in means if form.partition(".")[0] not in TABLES_OF_COMMANDS]
+    return f"; write {' or '.join(of_all or means)}" if means else ""
 
 
 class PrintCompletion(argparse.Action):

@@ -97,8 +97,15 @@ class _StdoutFile(io.FileIO):
 
 
 def prepare_streams() -> None:
-    """Opens standard streams that are closed, and lets stdout name itself in its errors."""
+    """Opens standard streams that are closed, and lets stdout name itself in its errors.
+
+    In a locale of ASCII, the program starts again in Python's UTF-8 mode: torch reads its own files, which
+    are UTF-8, in the encoding of the locale.
+    """
     open_standard_streams()
+    if sys.getfilesystemencoding() == "ascii" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(_StdoutFile(1, "w", closefd=False)),
         encoding=sys.stdout.encoding,

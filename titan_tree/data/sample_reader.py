@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 NO_LIMITS = ModelLimits()
 REJECTED = ("rejected", "undesirable")  # preferences of worse answers
 MANY_TOKENS = 8  # that a model samples with probability 1 only by accident
+NEAR_0 = -1e-3  # log-probs above it often have few digits left, and are equal
 logger = logging.getLogger(__name__)
 
 
@@ -103,7 +104,7 @@ class SampleReader:
         self.endings: Counter[str] = Counter()
         self.same_loss, self.preference_loss, self.rejected = same_loss, preference_loss, 0
         self._checked_stores: set[str] = set()
-        self._warned_zero = False
+        self._has_warned = False
         self._searched = set[str]()  # files in which all unknown fields were searched for
 
     def tree(self, group: Group, replay: Replay | None = None) -> TokenTree:
@@ -317,7 +318,7 @@ class SampleReader:
             self._check_fields(record, self.fields)
             paths = [_token_path(name, kinds[0], record)]
             self.endings[ending(record.get("finish_reason"), "finish_reason")] += 1
-            self._warn_about_zeros(trajectory.place, paths[0])
+            self._warn_about_logprobs(trajectory.place, paths[0])
         for path in paths:
             path.check_limits(self.limits)
         return paths
@@ -377,22 +378,25 @@ class SampleReader:
             warn_once(file_of(place), doubt, place)
         return read
 
-    def _warn_about_zeros(self, place: str, path: TokenPath) -> None:
-        """Warns once about a path whose log-probs of all counted tokens are 0."""
+    def _warn_about_logprobs(self, place: str, path: TokenPath) -> None:
+        """Warns once about a path whose log-probs are not those of its tokens: all 0, or means of answers."""
         for field in ("old_logprobs", "rollout_logprobs"):
             values = getattr(path, field)
-            if self._warned_zero or values is None:
+            if self._has_warned or values is None:
                 continue
             scored = values[1:][path.loss_mask[1:] > 0]
-            if len(scored) < MANY_TOKENS or scored.any():
+            if len(scored) < MANY_TOKENS:
                 continue
-            self._warned_zero = True
-            logger.warning(
-                "%s: %s: all of them are 0, as if the model could say nothing else; check that they were "
-                "recorded, or remove the field",
-                printable(place),
-                field,
-            )
+            repeats = (scored[1:] == scored[:-1]) & (scored[1:] < NEAR_0)
+            doubt = "all of them are 0, as if the model could say nothing else; check that they were recorded"
+            if repeats.mean() > 0.5:
+                doubt = (
+                    "neighbors are equal, as if each were the mean of its answer; record one for each token"
+                )
+            elif scored.any():
+                continue
+            self._has_warned = True
+            logger.warning("%s: %s: %s, or remove the field", printable(place), field, doubt)
 
 
 def _wrong_kind(record: Record, kinds: Sequence[str]) -> UserError:

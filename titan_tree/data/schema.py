@@ -92,7 +92,7 @@ _TYPES: Mapping[str, frozenset[type]] = {  # Python types of a field's value, or
     "input_ids": _INTEGERS,
     "prompt_tokens": _INTEGERS,
     "policy_version": _INTEGERS | {type(None)},
-    "loss_mask": _NUMBERS,
+    "loss_mask": _NUMBERS | {bool},
     "weight": _NUMBERS,
     "advantage": _NUMBERS,
     "temperature": _NUMBERS,

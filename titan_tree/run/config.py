@@ -21,7 +21,7 @@ from titan_tree.config.toml import load_tables, read_tables
 from titan_tree.data.readers import find_files
 from titan_tree.data.settings import DataConfig, PartitionConfig, ValidationConfig
 from titan_tree.distributed.settings import LRSchedulerConfig, OptimizerConfig, ParallelConfig
-from titan_tree.errors import UserError, errors_at, missing_snapshot
+from titan_tree.errors import UserError, errors_at, missing_snapshot, require_list
 from titan_tree.models.settings import LoRAConfig, ModelConfig
 from titan_tree.run.settings import CheckpointConfig, MetricsConfig, ProfilerConfig, TrainingConfig
 
@@ -120,6 +120,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         UserError: the file cannot be read, or it or an override contains a wrong key or value.
     """
+    require_list(overrides, str, "load_config: overrides", 'pass ["training.steps=10"]')
     return load_tables(Config, path, overrides)
 
 

@@ -320,6 +320,8 @@ class TreeLoss:
             metrics["ref_kl"] = self.kl.estimate(path_logprobs, pairs)
             losses = losses + self.kl.coefficient * metrics["ref_kl"]
         metrics["nll"] = -path_logprobs
+        recorded = {"old_nll": pairs.old_logprobs, "rollout_nll": pairs.rollout_logprobs}
+        metrics |= {name: -values for name, values in recorded.items() if values is not None}
         if pairs.old_logprobs is not None and pairs.rollout_logprobs is not None:
             metrics["rollout_kl"] = kl_estimate("k3", pairs.rollout_logprobs - pairs.old_logprobs)
         if pairs.policy_version is not None:

@@ -195,7 +195,7 @@ def json_objects(
         place = f"{name}:{number}"
         if len(line) > MAX_LINE_BYTES:
             raise UserError(f"{place}: expected at most {MAX_LINE_BYTES:,} bytes per line; split the record")
-        if not line.strip():
+        if line.strip() in (b"", codecs.BOM_UTF8):
             continue
         try:
             record = _as_row(parse_json(line.rstrip(b"\r\n"), place))
@@ -296,7 +296,9 @@ def _is_document(head: bytes) -> bool:
     if text.startswith(b"["):
         is_line = first_line.rstrip().endswith(b"}]") and rest.strip()
         return text[1:].lstrip()[:1] in (b"{", b"[", b"]") and not is_line
-    return text.startswith(b"{") and bool(newline and rest.strip()) and first_line.rstrip()[-1:] in b"{[,:"
+    # No line of JSON Lines begins as the second one does, or ends as the first one does.
+    goes_on = first_line.rstrip()[-1:] in b"{[,:" or rest.lstrip()[:1] in b",:}]"
+    return text.startswith(b"{") and bool(newline and rest.strip()) and goes_on
 
 
 def _as_row(value: object) -> object:

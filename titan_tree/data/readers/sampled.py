@@ -126,7 +126,9 @@ def _answers(choice: Record, info: Record, where: str) -> Iterator[tuple[Any, An
 
 
 def _read(info: Record, where: str) -> list[object] | None:
-    """Returns the ids of the prompt that the log-probs of the input cover, if they cover all of it."""
+    """Returns the ids of the prompt, or those that the log-probs of the input cover, if they are all."""
+    if ids := _list(info, "prompt_token_ids", f"{where}.meta_info"):
+        return ids if len(ids) == info.get("prompt_tokens", len(ids)) else None
     pairs = _pairs(info, "input_token_logprobs", where)
     return [pair[1] for pair in pairs] if len(pairs) == info.get("prompt_tokens") else None
 

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from typing import NamedTuple
 
-from titan_tree.errors import UserError, encoding_hint, hide, require_unicode
+from titan_tree.errors import UserError, encoding_hint, hide, require_unicode, utf16_hint
 
 # Only content with one of these can hold a lone surrogate, a constant such as NaN, or a number above 1e308.
 # Other content is not walked. In _NUMBERS, 0 stands for any digit, and e also for E: bytes are found faster
@@ -51,7 +51,7 @@ def parse_json(content: bytes, place: str) -> object:
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
         hint = _json_hint(error)
-        problem = error.msg.removesuffix(" starting at")
+        problem = error.msg.removesuffix(" starting at").removesuffix(" at")
         raise UserError(f"{place}: broken JSON at {line}character {error.colno}: {problem}{hint}") from None
     except UnicodeDecodeError as error:
         reason = f"{error.reason} at byte {error.start + 1}{encoding_hint(content)}"
@@ -64,11 +64,20 @@ def parse_json(content: bytes, place: str) -> object:
 
 
 def _json_hint(error: json.JSONDecodeError) -> str:
+    before, char = error.doc[: error.pos][-1:], error.doc[error.pos : error.pos + 1]
+    if char == "\x1e":
+        return "; it is a JSON text sequence: tr -d '\\036' < FILE makes lines of it"
+    if before == "\r":
+        return "; its lines end in carriage returns: tr '\\r' '\\n' < FILE converts them"
     if error.msg == "Extra data":
-        return "; write one value per line, or a list of all"
+        known = "" if char.isprintable() else f"; the character U+{ord(char):04X} there is no line break"
+        return f"; write one value per line, or a list of all{known}"
     if hint := content_hint(error.doc):
         return hint
-    if error.doc[error.pos : error.pos + 1] == "'":
+    if not char.isprintable():
+        advice = "escape" if error.msg.startswith("Invalid control") else "remove"
+        return f"; {advice} the character U+{ord(char):04X}"
+    if char == "'":
         return "; JSON has double quotes: write it with json.dumps, not str"
     if error.msg.startswith("Unterminated") or error.pos >= len(error.doc.rstrip()) > 0:
         return "; it ends too early: write it again, or remove it"
@@ -78,7 +87,8 @@ def _json_hint(error: json.JSONDecodeError) -> str:
 def content_hint(text: str) -> str:
     """Returns what content that is neither JSON nor Parquet may be, and what to do; "" if it is not known."""
     if "\0" in text[:512]:
-        return "; it is binary, such as a tar archive: unpack it, or convert it"
+        binary = "; it is binary, such as a tar archive: unpack it, or convert it"
+        return utf16_hint(text[:64].encode()) or binary
     if text.lstrip().startswith("<"):
         return "; it is a web page or XML: download the data themselves, or convert them"
     if text.startswith("version https://git-lfs"):

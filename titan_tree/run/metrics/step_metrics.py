@@ -5,6 +5,7 @@ METRICS lists functions that compute values from a StepReport. Counts and tokens
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 KL_METRICS = {"old_logprobs": "old_kl", "rollout_logprobs": "rollout_kl"}
 ROW = ("step", "bad_steps")  # columns of metrics.csv besides the values of a good step
 MAX_KL = 0.2  # in nats per token, far more than rounding or a policy that is a few steps older make
+MANY_TOKENS = 32  # whose mean log-prob is by accident not within 2 % of the trainer's in another base
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +65,26 @@ METRICS: Registry[Callable[[StepReport], dict[str, float]]] = Registry(
 )
 
 
-def logprob_gaps(report: StepReport) -> dict[str, float]:
-    """Returns what differs by more than ``MAX_KL`` between the trainer's log-probs and those of the paths.
+def logprob_gaps(report: StepReport) -> dict[str, str]:
+    """Returns how the log-probs of the paths differ from the trainer's, as ends of sentences.
 
-    Keys are the names of the fields of the paths, and values the KL divergences from the metrics of the loss.
-    The result is empty if the loss has none of these metrics.
+    Keys are the names of the fields of the paths. Fields are left out whose KL divergence is at most
+    ``MAX_KL``, unless their mean is that of another base, and fields that the loss has no metrics of.
     """
-    metrics = report.result.loss_metrics
-    kl = {field: metrics[name].item() for field, name in KL_METRICS.items() if name in metrics}
-    return {field: value for field, value in kl.items() if value > MAX_KL}
+    counts = report.result.counts
+    metrics = {name: value.item() for name, value in report.result.loss_metrics.items()}
+    gaps = {}
+    for name, metric in KL_METRICS.items():
+        if (kl := metrics.get(metric, 0)) > MAX_KL:
+            gaps[name] = (
+                f"with a KL divergence of {kl:.3g} nats per token from them; check that they are log-probs, "
+                "not probabilities, and that they come from the same weights, chat template and temperature"
+            )
+        mean = metrics.get(name.replace("logprobs", "nll"), 0.0)
+        for base in (2, 10) if mean and counts.scored_edges >= MANY_TOKENS else ():
+            if abs(mean * math.log(base) - metrics["nll"]) < 0.02 * metrics["nll"]:
+                gaps[name] = f"that seem to have base {base}; multiply them by {math.log(base):.4f}"
+    return gaps
 
 
 def step_values(report: StepReport) -> dict[str, float]:

@@ -157,7 +157,7 @@ def _message(place: str, row: Record, source: Source) -> _Message:
         return _Message(place, uuid, "user", [{"type": "text", "text": text}])
     message = expect(row.get("message"), dict, "message", "an object with role and content")
     blocks: list[Record] = []
-    content = without_media(message.get("content"), source)
+    content = without_media(message.get("content") or [], source)
     for block in content if isinstance(content, list) else [{"type": "text", "text": content}]:
         block = expect(block, dict, "message.content", "text or blocks")
         if block.get("type") in KNOWN_BLOCKS:
