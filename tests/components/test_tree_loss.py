@@ -484,6 +484,12 @@ def in_place_of_a_field(logprobs, pairs):
     return -logprobs
 
 
+def with_a_backward_pass(logprobs, pairs):
+    losses = -logprobs
+    losses.sum().backward()
+    return losses
+
+
 CALLED = r" \(loss\.name\), called with \(logprobs, pairs\): "
 HERE = rf"{re.escape(__file__)}:\d+: "
 
@@ -498,6 +504,7 @@ HERE = rf"{re.escape(__file__)}:\d+: "
         (under_no_grad, ": expected losses with a gradient with respect to logprobs, got none; compute"),
         (in_place, ": expected unchanged inputs, but it changes logprobs in place; compute"),
         (in_place_of_a_field, ": expected unchanged inputs, but it changes loss_mask in place; compute"),
+        (with_a_backward_pass, r": expected losses, but it calls backward\(\) itself; remove the call"),
         (lambda logprobs, pairs: logprobs * 1j, ": expected losses .* got dtype torch.complex"),
         (
             lambda logprobs, pairs: (-logprobs, {"m": logprobs * 1j}),

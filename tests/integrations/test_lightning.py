@@ -17,7 +17,14 @@ from typing import Any, ClassVar
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, StochasticWeightAveraging, Timer
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+    Timer,
+    WeightAveraging,
+)
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage
 from torch.multiprocessing import ProcessExitedException
@@ -335,11 +342,35 @@ def test_a_resume_continues_averages_and_states_of_callbacks(tmp_path: Path) -> 
             assert torch.equal(average, weights[key]), (name, key)
 
 
-def test_a_callback_that_counts_epochs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"callbacks: .* got 'StochasticWeightAveraging'; use EMAWeightAveraging"
-    ):
-        fit(tiny_config(tmp_path), lightning_trainer(tmp_path, StochasticWeightAveraging(0.1)))
+@pytest.mark.parametrize(
+    ("callbacks", "message"),
+    [
+        ([StochasticWeightAveraging(0.1)], "got 'StochasticWeightAveraging'; use EMAWeightAveraging"),
+        (
+            [LearningRateFinder()],
+            "expected none that trains to search, got 'LearningRateFinder'; compare short",
+        ),
+        (
+            [EMAWeightAveraging(), WeightAveraging()],
+            "at most one .* got 'EMAWeightAveraging, WeightAveraging'",
+        ),
+    ],
+)
+def test_a_callback_that_would_train_something_else_is_refused(
+    callbacks: list[L.Callback], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=f"callbacks: .*{message}"):
+        fit(tiny_config(tmp_path), lightning_trainer(tmp_path, *callbacks))
+
+
+def test_a_state_that_contains_itself_is_refused() -> None:
+    class Endless(L.Callback):
+        def state_dict(self) -> dict[str, Any]:
+            state: dict[str, Any] = {}
+            return state | {"again": [state.setdefault("state", state)]}
+
+    with pytest.raises(UserError, match="the state of a callback contains itself, or is nested too deeply"):
+        callback_states([Endless()], None, torch.nn.Linear(1, 1), {})
 
 
 def test_states_with_equal_paths_are_kept_apart() -> None:

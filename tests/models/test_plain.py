@@ -122,6 +122,28 @@ def test_a_module_that_mixes_tokens_without_the_tree_is_refused(
         tree_logprobs(model, lists)
 
 
+WEAK = {
+    "earlier tokens": lambda x: 2e-3 * x.roll(1, 0),
+    "later tokens": lambda x: 2e-3 * x.roll(-1, 0),
+    "their mean": lambda x: 3e-3 * x.mean(0),
+    "their norm": lambda x: 1e-2 * x / x.norm(dim=0),
+}
+
+
+@pytest.mark.parametrize("name", WEAK)
+def test_weak_mixing_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its effect is below 1 % of the largest hidden state."""
+    module, kernels = OwnModel(), OwnModel.hidden_states
+
+    def mixing(self: OwnModel, tokens: Tensor, positions: Tensor, tree) -> Tensor:
+        x = kernels(self, tokens, positions, tree)
+        return x + WEAK[name](x)
+
+    monkeypatch.setattr(OwnModel, "hidden_states", mixing)
+    with pytest.raises(UserError, match="those of one branch change with the tokens of another one by"):
+        tree_logprobs(PlainModel(module), [[1, 2, 3]])
+
+
 class FarMixing(OwnModel):
     """Mixes each token with the 40th before it in the batch, by weights that are 0 at first."""
 

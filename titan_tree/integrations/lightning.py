@@ -64,7 +64,13 @@ from titan_tree.run.trainer import in_background, restore_position, score_valida
 
 try:
     import lightning.pytorch as L
-    from lightning.pytorch.callbacks import Checkpoint, StochasticWeightAveraging
+    from lightning.pytorch.callbacks import (
+        BatchSizeFinder,
+        Checkpoint,
+        LearningRateFinder,
+        StochasticWeightAveraging,
+        WeightAveraging,
+    )
     from lightning.pytorch.strategies import ModelParallelStrategy
 except ImportError as error:
     raise UserError(
@@ -435,10 +441,22 @@ def _check_trainer(trainer: Any, config: Config) -> None:
     def refuse(setting: str, expected: str, got: object, fix: str) -> None:
         raise UserError(f"lightning.Trainer: {setting}: expected {expected}, got {got!r}; {fix}")
 
-    averaging = [kind for kind in trainer.callbacks if isinstance(kind, StochasticWeightAveraging)]
-    if averaging:
-        fix = "use EMAWeightAveraging or WeightAveraging, which count steps: a run has one epoch of Lightning"
-        refuse("callbacks", "none that counts epochs", type(averaging[0]).__name__, fix)
+    fixes: list[tuple[type, str, str]] = [
+        (
+            StochasticWeightAveraging,
+            "none that counts epochs",
+            "use EMAWeightAveraging or WeightAveraging, which count steps: a run has one epoch of Lightning",
+        ),
+        (LearningRateFinder, "none that trains to search", "compare short runs with other optimizer.lr"),
+        (BatchSizeFinder, "none that trains to search", "titan-tree plan finds data.max_tokens"),
+    ]
+    for kind, expected, fix in fixes:
+        if found := [each for each in trainer.callbacks if isinstance(each, kind)]:
+            refuse("callbacks", expected, type(found[0]).__name__, fix)
+    averaging = [type(each).__name__ for each in trainer.callbacks if isinstance(each, WeightAveraging)]
+    if len(averaging) > 1:
+        fix = "remove the others: each would average the averages of the one before"
+        refuse("callbacks", "at most one that averages weights", ", ".join(averaging), fix)
     if trainer.gradient_clip_val is not None:
         fix = "set optimizer.max_grad_norm in the configuration"
         refuse("gradient_clip_val", "None", trainer.gradient_clip_val, fix)

@@ -25,7 +25,7 @@ def callback_states(
     """Returns the states of callbacks as JSON values, and adds their tensors to ``tensors`` by name.
 
     Raises:
-        UserError: a state has a value that is neither plain nor a tensor of one rank.
+        UserError: a state has a value that is neither plain nor a tensor of one rank, or contains itself.
     """
     weights = module.state_dict()
     checkpoint = {"state_dict": weights, "callbacks": {}}
@@ -57,7 +57,13 @@ def callback_states(
             f"got {shorten(value)}; remove the callback, or set checkpoint.interval = 0"
         )
 
-    return plain(checkpoint, "")
+    try:
+        return plain(checkpoint, "")
+    except RecursionError:
+        raise UserError(
+            "lightning: the state of a callback contains itself, or is nested too deeply; remove the "
+            "callback, or set checkpoint.interval = 0"
+        ) from None
 
 
 def load_callback_states(

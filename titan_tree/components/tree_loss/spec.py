@@ -88,8 +88,8 @@ def call_loss(
     """Returns the losses and the metrics of ``function``, [F] each.
 
     Raises:
-        UserError: the function returns something else, changes an input in place, or reads a field that the
-            pairs do not have; or it is the user's, and raises.
+        UserError: the function returns something else, changes an input in place, runs a backward pass, or
+            reads a field that the pairs do not have; or it is the user's, and raises.
     """
     inputs = {
         key: value
@@ -97,6 +97,9 @@ def call_loss(
         if isinstance(value, Tensor) and not value.is_inference()
     }
     before = {key: value._version for key, value in inputs.items()}
+    passes: list[object] = []  # the backward passes through the log-probs during the call
+    node = logprobs.grad_fn
+    hook = node and node.register_prehook(passes.append)
     with LOSSES.calling(name, ", ".join(["logprobs", "pairs", *options])):
         try:
             result: object = function(logprobs, pairs, **options)
@@ -105,6 +108,14 @@ def call_loss(
             if "NoneType" not in str(error) and getattr(error, "obj", None) is not pairs:
                 raise
             raise UserError(f"loss {name!r}: {_missing_field(error, pairs)}") from error
+        finally:
+            if hook:
+                hook.remove()
+    if passes:
+        raise UserError(
+            f"loss {name!r}: expected losses, but it calls backward() itself; remove the call: the trainer "
+            "runs the backward pass of what the loss returns"
+        )
     if changed := [key for key, version in before.items() if inputs[key]._version != version]:
         raise UserError(
             f"loss {name!r}: expected unchanged inputs, but it changes {changed[0]} in place; compute a new "
