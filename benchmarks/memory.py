@@ -23,19 +23,30 @@ call delays the step. tok/s count distinct tokens. TFLOP/s count the model's ope
 repeated tokens do not count. "again" are tokens whose forward pass is recomputed.
 
 The picture has speed and memory of the runs.
+
+torchrun --nproc-per-node 8 -m benchmarks memory --flavor 8B --push /shared/new     # Qwen3-8B, 16.4 GB
+
+With ``--push``, nothing trains. The ranks write random weights as a bf16 snapshot into a new folder, from
+where servers read those of a run: each rank its share, and then rank 0 alone. Two lines for each way have
+seconds, GB/s, and by how much each rank's resident host memory grew at its peak. Files may still be in the
+page cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import steps
@@ -43,8 +54,11 @@ from benchmarks.timers import peak_memory, reset_peak_memory
 from benchmarks.trees import long_rollouts, random_tree
 from titan_tree.cli.bench.record import Row
 from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
+from titan_tree.distributed.collectives import call_and_gather, call_on_rank_0
 from titan_tree.engine.activations import Activations, Policy
+from titan_tree.models.pretrained import save_pretrained
 from titan_tree.models.tree_model import TreeModel
+from titan_tree.run.checkpoint.export import gathered_weights, save_shares
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.token_tree import TokenTree
 
@@ -92,6 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--wider", type=int, default=34_000, help="tokens of a chain in run wider (default: %(default)s)")
     add("--run", nargs="*", choices=RUNS, default=RUNS)
     add("--device-gb", type=float, default=20, help="gigabytes for activations in run budget (default: 20)")
+    add("--push", type=Path, metavar="FOLDER", help="measure only how ranks write weights into a new folder")
     add("--steps", type=int, default=2, help="timed steps (default: %(default)s)")
 
 
@@ -99,9 +114,43 @@ def run(args: argparse.Namespace) -> list[Row]:
     """Returns a row per reference and run."""
     with steps.process_group() as (mesh, device):
         model = steps.training_model(steps.model_config(args), steps.training_config(args), mesh)
+        if args.push:
+            push(model, args.push)
+            return []
         tree = long_rollouts(args.tokens, args.longest, model.config.vocab_size)
         print(f"{args.model} {args.flavor}, {tree.stats}", flush=True)
         return [steps.model_setting(args) | row for row in compare(model, tree, args, device)]
+
+
+def push(model: TreeModel, folder: Path) -> None:
+    """Prints the time and the host memory of each way to write the weights. Removes what was written."""
+
+    def write_alone() -> None:
+        weights = gathered_weights(model, torch.bfloat16)
+        call_on_rank_0(lambda: save_pretrained(model, folder, weights))
+
+    def host_bytes(field: str, before: int = 0) -> int:
+        status = Path("/proc/self/status").read_text().split()
+        return 1024 * int(status[status.index(f"{field}:") + 1]) - before
+
+    def write_shares() -> None:
+        save_shares(model, folder, torch.bfloat16, None)
+
+    for name, write in (("each rank its share", write_shares), ("rank 0 alone", write_alone)):
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # sets the peak VmHWM to the memory of now
+        before = host_bytes("VmRSS")
+        dist.barrier()
+        started = time.perf_counter()
+        write()
+        seconds = time.perf_counter() - started
+        peaks = call_and_gather(partial(host_bytes, "VmHWM", before))
+        if dist.get_rank() == 0:
+            size = sum(file.stat().st_size for file in folder.iterdir())
+            gib = ", ".join(f"{peak / 2**30:.2f}" for peak in peaks)
+            print(f"{name}: {size / 1e9:.2f} GB in {seconds:.2f} s, {size / seconds / 1e9:.2f} GB/s")
+            print(f"  host memory of ranks: {gib} GiB", flush=True)
+            shutil.rmtree(folder)
 
 
 def compare(model: TreeModel, tree: TokenTree, args: argparse.Namespace, device: torch.device) -> list[Row]:

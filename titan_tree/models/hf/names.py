@@ -12,14 +12,14 @@ and then its up-projection, or its down-projection alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from titan_tree.components.lora import is_factor
+from titan_tree.components.lora import FACTOR, is_factor
 from titan_tree.models.decoder import Decoder
 
 # Prefix of a text model's weights: in a snapshot of its own, and in one with vision.
@@ -166,6 +166,19 @@ def pack(weights: Mapping[str, Tensor], model: Decoder) -> dict[str, Tensor]:
                 whole[source] = tensor
             packed[prefix + ending] = whole
     return packed
+
+
+def stored_together(names: Iterable[str], model: Decoder) -> list[list[str]]:
+    """Groups names of weights: a weight and its factors of LoRA, and the parts of a packed tensor."""
+    packed = model.packed.items() if model.publishes_packed else ()
+    wholes = {part: whole for whole, parts in packed for part in parts}
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        factor = FACTOR.fullmatch(name)
+        weight = factor[1] if factor else name
+        part = next(filter(weight.endswith, wholes), "")
+        groups.setdefault(weight.removesuffix(part) + wholes.get(part, ""), []).append(name)
+    return list(groups.values())
 
 
 def model_name(stored: str) -> str:

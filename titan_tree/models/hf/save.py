@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -56,31 +57,35 @@ def save_pretrained(
 ) -> None:
     """Saves a ``Decoder``. See ``titan_tree.models.pretrained.save_pretrained``."""
     weights: Mapping[str, Tensor] = model.state_dict() if state_dict is None else state_dict
-    # The model's own biases, because those in ``weights`` may have been cast to a narrower dtype.
+    assert weights.keys() == {name for name in model.state_dict() if not is_factor(name)}, (
+        "the weights are not this model's"
+    )
+    # The model's own biases may have another dtype.
     biases = model.experts.router_biases() if model.experts else {}
-    dtypes = sorted({str(w.dtype).removeprefix("torch.") for n, w in weights.items() if n not in biases})
+    dtypes = {w.dtype for n, w in weights.items() if n not in biases}
     assert len(dtypes) == 1, f"one dtype expected, got {dtypes}"
-    config = {**model.config.to_hf(), "dtype": dtypes[0]}
-    prefix, others, files = PREFIX, dict[str, Tensor](), list[Path]()
+    with all_or_nothing(Path(folder)) as temporary:
+        prefix = write_all_but_weights(model, temporary, dtypes.pop(), source)
+        named = snapshot_tensors(model, weights, prefix) | weights_not_loaded(source)
+        _write_weights(named, temporary, max_shard_bytes)
+
+
+def write_all_but_weights(model: Decoder, folder: Path, dtype: torch.dtype, source: str | Path | None) -> str:
+    """Writes all files of a snapshot but its weights, and returns the prefix of the weights' names."""
+    config, prefix = {**model.config.to_hf(), "dtype": str(dtype).removeprefix("torch.")}, PREFIX
     if source is not None:
         files = copied_files(Path(source))
         if (Path(source) / CONFIG).is_file():
             config, prefix = _merged_config(model, config, Path(source) / CONFIG)
-            others = _weights_not_loaded(Path(source))
-
-    with all_or_nothing(Path(folder)) as temporary:
-        named = snapshot_tensors(model, weights, prefix)
-        _write_weights(named | others, temporary, max_shard_bytes)
-        write_json(temporary / CONFIG, config)
-        if biases:
-            write_json(temporary / ROUTER_BIASES, {name: bias.tolist() for name, bias in biases.items()})
-            logger.warning(
-                "%s: only titan_tree reads the router biases in %s; other programs will choose other experts",
-                folder,
-                ROUTER_BIASES,
-            )
-        if source is not None:
-            copy_files(Path(source), files, temporary)
+        copy_files(Path(source), files, folder)
+    write_json(folder / CONFIG, config)
+    if biases := model.experts.router_biases() if model.experts else {}:
+        write_json(folder / ROUTER_BIASES, {name: bias.tolist() for name, bias in biases.items()})
+        logger.warning(
+            "only titan_tree reads the router biases in %s; other programs will choose other experts",
+            ROUTER_BIASES,
+        )
+    return prefix
 
 
 def snapshot_tensors(
@@ -89,12 +94,10 @@ def snapshot_tensors(
     """Returns the tensors of a snapshot by their names there, most of them views of ``weights``.
 
     Args:
-        weights: all weights of ``model`` but factors of LoRA, by the model's names; not sharded.
+        weights: weights of ``model`` without LoRA, by the model's names; not sharded. All of them, or some of
+            the groups of ``names.stored_together``.
         prefix: how the names in the snapshot begin, see ``snapshot_prefix``.
     """
-    assert weights.keys() == {name for name in model.state_dict() if not is_factor(name)}, (
-        "the weights are not this model's"
-    )
     assert not any(hasattr(w, "full_tensor") for w in weights.values()), "gather sharded weights first"
     biases = model.experts.router_biases() if model.experts else {}
     parts: Mapping[str, Tensor] = {name: w for name, w in weights.items() if name not in biases}
@@ -165,12 +168,12 @@ def _merged_config(model: Decoder, sizes_to_save: ConfigJson, path: Path) -> tup
     return vision_config | {"text_config": config, "dtype": sizes_to_save["dtype"]}, TEXT_PREFIX
 
 
-def _weights_not_loaded(folder: Path) -> dict[str, Tensor]:
+def weights_not_loaded(source: str | Path | None) -> dict[str, Tensor]:
     """Returns the weights that loading skips, by the snapshot's names; {} if the snapshot has no weights."""
-    if not any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
+    if source is None or not any((Path(source) / name).is_file() for name in (WEIGHTS, INDEX)):
         return {}
     others: dict[str, Tensor] = {}
-    for file in weight_files(folder):
+    for file in weight_files(Path(source)):
         with open_weights(file) as shard:
             names = [name for name in shard.keys() if name.startswith(NOT_LOADED)]  # noqa: SIM118
             others |= {name: shard.get_tensor(name) for name in names}
@@ -186,23 +189,34 @@ def _write_weights(weights: dict[str, Tensor], folder: Path, max_shard_bytes: in
             size = 0
         shards[-1][name] = tensor
         size += tensor.nbytes
-    names = [WEIGHTS]
-    if len(shards) > 1:
-        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-        weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-        total = sum(tensor.nbytes for tensor in weights.values())
+    written: dict[str, tuple[str, int]] = {}
+    for file, shard in zip(file_names(len(shards)), shards, strict=True):
+        written |= write_tensors(shard, folder / file)
+    write_index(folder, written)
+
+
+def file_names(count: int) -> list[str]:
+    """Returns the names of the ``count`` weight files of a snapshot."""
+    numbers = range(1, count + 1)
+    return [f"model-{i:05}-of-{count:05}.safetensors" for i in numbers] if count > 1 else [WEIGHTS]
+
+
+def write_index(folder: Path, written: Mapping[str, tuple[str, int]]) -> None:
+    """Writes which file has which tensor, unless one file has all. ``written``: see ``write_tensors``."""
+    weight_map = {name: file for name, (file, _) in written.items()}
+    if len(set(weight_map.values())) > 1:
+        total = sum(size for _, size in written.values())
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    for file, shard in zip(names, shards, strict=True):
-        contiguous = {name: tensor.detach().contiguous() for name, tensor in shard.items()}
-        write_tensors(contiguous, folder / file)
 
 
-def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Writes a safetensors file. All tensors must be contiguous."""
+def write_tensors(tensors: dict[str, Tensor], path: Path) -> dict[str, tuple[str, int]]:
+    """Writes a safetensors file, and returns its name and the number of bytes for each tensor."""
     path.touch()
     mode = path.stat().st_mode  # as the umask says; safetensors would allow only the owner to read
-    save_file(tensors, path, metadata={"format": "pt"})
+    contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, path, metadata={"format": "pt"})
     path.chmod(mode)
+    return {name: (path.name, tensor.nbytes) for name, tensor in tensors.items()}
 
 
 @contextmanager
@@ -217,10 +231,18 @@ def all_or_nothing(folder: Path) -> Iterator[Path]:
         raise UserError(f"{folder}: exists already; name a new folder or remove it")
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        temporary.replace(folder)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder}: writing failed, nothing was kept: {error}") from error
+        with write_errors(folder):
+            temporary.mkdir(parents=True)
+            yield temporary
+            temporary.replace(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def write_errors(folder: Path) -> Iterator[None]:
+    """Raises UserError if writing a part of a snapshot fails. ``all_or_nothing`` then removes the rest."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder}: writing failed, nothing was kept: {error}") from error

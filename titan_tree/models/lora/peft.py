@@ -189,8 +189,7 @@ def save_adapter(
         elif weight == "gate_up_proj" and name.replace("gate_up_proj", "down_proj") in factors:
             module += ".base_layer"
         for letter, factor in zip("AB", pair, strict=True):
-            stored = _to_peft(factor.detach().cpu(), letter)
-            tensors[f"{WRAPPER}{module}.lora_{letter}.weight"] = stored.contiguous()
+            tensors[f"{WRAPPER}{module}.lora_{letter}.weight"] = _to_peft(factor.detach().cpu(), letter)
     # Only packed projections differ in rank.
     ranks = {_hf_module(name): len(a) for name, (a, _) in factors.items() if a.shape[-2] != lora.rank}
     with all_or_nothing(Path(folder)) as temporary:

@@ -5,27 +5,24 @@ from __future__ import annotations
 import logging
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from titan_tree.distributed.collectives import call_on_rank_0, rank
 from titan_tree.errors import UserError, errors_at, shorten, unknown_name
 from titan_tree.models.lora.peft import save_adapter
-from titan_tree.models.pretrained import save_pretrained
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.rl.sampler import Completion, Ids
 from titan_tree.rl.server.client import LARGEST_ANSWER, ServerClient, StoppedError
 from titan_tree.rl.server.vllm import VLLM
 from titan_tree.rl.settings import RLRunConfig, ServerConfig
 from titan_tree.rl.truncation import ALL_IDS, Truncation
-from titan_tree.run.checkpoint.export import gathered_factors, gathered_weights
+from titan_tree.run.checkpoint.export import gathered_factors, save_shares
 from titan_tree.tree.paths import ExpertSizes
 
 logger = logging.getLogger(__name__)
@@ -40,7 +37,7 @@ class PushSettings:
 
     Attributes:
         run: the prefix of the names of all versions.
-        folder: a folder for the newest snapshot or adapter. Its earlier contents are deleted. Rank 0 and all
+        folder: a folder for the newest snapshot or adapter. Its earlier contents are deleted. All ranks and
             servers must see it under the same path.
         dtype: the dtype of sent weights. An adapter keeps its own dtype.
         source: the snapshot from which the model started, or None.
@@ -137,8 +134,8 @@ class ServerSampler:
     def update(self, model: TreeModel, step: int) -> None:
         """See ``RemoteSampler``. Without ``push``, servers must get their weights in another way.
 
-        Rank 0 gathers the weights and sends them. If this fails, a server may hold weights of two versions.
-        It therefore stays paused.
+        Ranks write the weights, and rank 0 lets the servers read them. If this fails, a server may hold
+        weights of two versions. It therefore stays paused.
 
         Raises:
             UserError: a server did not take over the weights. All ranks raise it.
@@ -147,10 +144,9 @@ class ServerSampler:
             self._warn_once("nothing sends the trained weights to it, so its own may be stale")
             return
         version, is_adapter = f"{self.push.run}-{step}", self.config.weights == "adapter"
-        weights = gathered_factors(model) if is_adapter else gathered_weights(model, self.push.dtype)
         push = self._push_adapter if is_adapter else self._push_weights
         try:
-            call_on_rank_0(partial(push, model, weights, version, self.push))
+            push(model, version, self.push)
         except UserError as error:
             problem = f"weights of step {step}: the server did not take them over, and may stay paused"
             if is_adapter:
@@ -210,28 +206,40 @@ class ServerSampler:
         ids = self.truncation.top_k + (self.experts.num_layers * self.experts.top_k if self.experts else 0)
         return LARGEST_ANSWER + num_tokens * (TOKEN_BYTES + ID_BYTES * ids)
 
-    def _push_weights(
-        self, model: TreeModel, weights: Mapping[str, Tensor] | None, version: str, push: PushSettings
-    ) -> None:
-        """Sends all weights while the servers are paused."""
-        for client in self.clients:
-            self.vllm.pause(client, version)
-        folder = _emptied(push.folder) / version
-        save_pretrained(model, folder, weights, push.source)
-        for client in self.clients:
-            self.vllm.load(client, folder)
-        for client in self.clients:
-            self.vllm.resume(client)
+    def _push_weights(self, model: TreeModel, version: str, push: PushSettings) -> None:
+        """Sends all weights while the servers are paused. Collective."""
 
-    def _push_adapter(
-        self, model: TreeModel, factors: Mapping[str, Tensor] | None, name: str, push: PushSettings
-    ) -> None:
-        """Loads LoRA as an adapter. Its name is its version, so no request gets another step's adapter."""
-        folder = _emptied(push.folder) / name
-        save_adapter(model, folder, factors, source=push.source)
-        self._unload_adapter()
-        self._command_adapter("load", {"lora_name": name, "lora_path": str(folder)})
-        self._loaded_adapter = name
+        def pause() -> Path:
+            for client in self.clients:
+                self.vllm.pause(client, version)
+            return _emptied(push.folder) / version
+
+        folder = call_on_rank_0(pause)
+        save_shares(model, folder, push.dtype, push.source)
+
+        def load() -> None:
+            for client in self.clients:
+                self.vllm.load(client, folder)
+            for client in self.clients:
+                self.vllm.resume(client)
+
+        call_on_rank_0(load)
+
+    def _push_adapter(self, model: TreeModel, name: str, push: PushSettings) -> None:
+        """Loads LoRA as an adapter. Collective.
+
+        The adapter's name is its version, so no request gets another step's adapter.
+        """
+        factors = gathered_factors(model)
+
+        def load() -> None:
+            folder = _emptied(push.folder) / name
+            save_adapter(model, folder, factors, source=push.source)
+            self._unload_adapter()
+            self._command_adapter("load", {"lora_name": name, "lora_path": str(folder)})
+            self._loaded_adapter = name
+
+        call_on_rank_0(load)
 
     def _unload_adapter(self) -> None:
         if self._loaded_adapter is not None:
