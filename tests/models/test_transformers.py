@@ -186,11 +186,6 @@ def test_models_that_cannot_run_on_trees_are_refused(name: str) -> None:
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "expected unquantized weights"),
         ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop: expected 0 on trees, got 0.1; set it to 0"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention: expected false"),
-        (
-            "phi3",
-            {"rope_parameters": {"rope_type": "longrope"}},
-            "rope_type: longrope changes the positions of a short path",
-        ),
         ("qwen3", {"layer_types": ["chunked_attention"]}, "layer_types: only full_attention and sliding_att"),
         ("qwen3", {"layer_types": ["linear_attention"]}, "only full_attention and sliding_attention can run"),
         (

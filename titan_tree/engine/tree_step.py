@@ -123,11 +123,12 @@ class TreeStep:
         It does not communicate with other ranks, so a thread may run it ahead of the step.
 
         Raises:
-            UserError: something else than lists of trees, or a token id that the model lacks.
+            UserError: something else than lists of trees, a path for which the model is not exact, or a
+                token id that it lacks.
         """
         hint = "pass [[tree, ...], ...], a list of trees for each micro-batch"
         require_list(micro_batches, Sequence, "TreeStep.prepare", hint)
-        limits = ModelLimits(vocab_size=self.model.config.vocab_size)
+        limits = ModelLimits(self.model.longest_path, self.model.config.vocab_size)
         for trees in micro_batches:
             require_list(trees, TokenTree, "TreeStep.prepare", hint)
             for tree in trees:

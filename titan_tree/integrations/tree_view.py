@@ -26,6 +26,7 @@ from titan_tree.models.transformers.in_place import InPlaceModel
 from titan_tree.models.transformers.support import check_supported
 from titan_tree.models.tree_model import Execution, ModelOutput
 from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.paths import ModelLimits
 
 
 class TreeView(InPlaceModel):
@@ -80,7 +81,13 @@ class RowForest:
 
     @staticmethod
     def make(rows: Rows, view: TreeView, max_tokens: int | None = None) -> RowForest:
-        """Returns the forest of ``rows``, in partitions if it has more than ``max_tokens`` tokens."""
+        """Returns the forest of ``rows``, in partitions if it has more than ``max_tokens`` tokens.
+
+        Raises:
+            UserError: a row is longer than the paths for which the layers are exact.
+        """
+        for path in rows.tree.paths:
+            path.check_limits(ModelLimits(view.longest_path))
         device = view.embedding_weight.device
         on_host = rows.batch()
         rows, batch = replace(rows, index=rows.index.to(device)), on_host.to(device)

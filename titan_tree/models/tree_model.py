@@ -109,6 +109,7 @@ class TreeModel(nn.Module, ABC):
         lora: the updates that are trained instead of the weights; None: there are none. Set by ``add_lora``.
         logit_cap: c tanh(s / c) replaces each logit s; None: it stays.
         windows: the sliding windows of the layers' attention, see ``TreeAttention.prepare``.
+        longest_path: tokens of the longest path for which the layers are exact; None: they are for all.
     Raises:
         UserError: an unknown backend.
     """
@@ -119,6 +120,7 @@ class TreeModel(nn.Module, ABC):
     lora: LoRA | None = None
     logit_cap: float | None = None
     windows: Collection[int | None] = (None,)
+    longest_path: int | None = None
     execution = Execution()
 
     def __init__(self, config: Any, attention: str = "auto") -> None:

@@ -2,6 +2,7 @@
 
     support.py             which architectures are exact on trees, and why others are not
     attention_function.py  the attention function that transformers' layers call, and the cache of a partition
+    rope.py                RoPE that is exact up to some length of the longest path
     mixers.py              recurrent layers and short convolutions, one function for each kind
     blocks.py              one layer as a function of its inputs
     transformers_model.py  TransformersModel, which takes the layers of a model

@@ -24,6 +24,7 @@ from titan_tree.models.decoder import Decoder
 from titan_tree.models.gated_delta_net import GatedDeltaNet
 from titan_tree.models.layers import at_least_fp32
 from titan_tree.models.transformers.attention_function import NAMES
+from titan_tree.models.transformers.rope import make_constant
 from titan_tree.models.transformers.transformers_model import TransformersModel
 from titan_tree.models.tree_model import TreeModel
 
@@ -104,6 +105,8 @@ def _from_layers(model: TreeModel) -> Any:
     )
     attention = NAMES["sdpa" if fits else "eager"]
     base.set_attn_implementation(attention)
+    if model.longest_path is not None:
+        make_constant(base.rotary_emb)  # padding of rows that have ended has larger positions
     generator = _on_meta(copy.deepcopy(model.hf_config), attention)
     _share(generator.base_model, base, *(name for name, _ in base.named_children()))
     generator.base_model.layers = nn.ModuleList(block.get_submodule("layer") for block in model.layers)

@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from titan_tree.components.lora import is_factor
 from titan_tree.errors import UserError, hide, printable
-from titan_tree.models.hf.snapshot_files import CONFIG, read_json, weight_files
+from titan_tree.models.hf.snapshot_files import CONFIG, read_json, warn_once, weight_files
 from titan_tree.models.transformers.support import check_supported
 from titan_tree.models.transformers.transformers_model import TransformersModel
 from titan_tree.models.weights import CHECKPOINTED, WeightShards
@@ -39,7 +39,14 @@ def from_config(
     config = _read_config(folder)
     with _errors_in_one_line(Path(folder) / CONFIG):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    return TransformersModel(model, attention, recurrence)
+    made = TransformersModel(model, attention, recurrence)
+    limit, positions = made.longest_path, config.get_text_config().max_position_embeddings
+    if limit is not None and limit < positions:
+        warn_once(
+            f"{folder}: paths of up to {limit:,} tokens can run on trees, although the model has "
+            f"{positions:,} positions: the RoPE of longer ones has other frequencies for all of their tokens"
+        )
+    return made
 
 
 def fill(model: TransformersModel, folder: str | Path, shards: WeightShards) -> None:

@@ -1,8 +1,8 @@
 """Which architectures of transformers are exact on trees, and the reasons why others are refused.
 
 A layer is exact if attention, or a mixer of mixers.py, is all that mixes tokens, and if it depends on a
-token's depth but not on the length of its path. Tests compare each supported architecture with itself on
-every path alone.
+token's depth but not on the length of its path; rope.py has the exceptions. Tests compare each supported
+architecture with itself on every path alone.
 """
 
 from __future__ import annotations
@@ -106,7 +106,6 @@ RANDOM = ("dropout", "pdrop", "jitter")  # parts of the names of options that dr
 # How logits follow from hidden states and the output projection. Other architectures ignore these fields.
 LOGIT_DIVISOR = {"granite", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"}
 LOGIT_CAP = {"gemma2", "gemma3_text", "gemma4_text"}
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # frequencies depend on the longest position
 
 
 def check_supported(config: PreTrainedConfig, where: str, quantization: Collection[str] = ()) -> None:
@@ -136,12 +135,6 @@ def check_supported(config: PreTrainedConfig, where: str, quantization: Collecti
         raise UserError(
             f"{where}: {activation}: expected silu, which the convolutions of {name} use on trees, got {got}"
         )
-    for rope in _rope_types(getattr(config, "rope_parameters", None)):
-        if rope in LENGTH_DEPENDENT_ROPE:
-            raise UserError(
-                f"{where}: rope_type: {rope} changes the positions of a short path if a longer one is "
-                "beside it, so it cannot run on trees"
-            )
     for field, value in config.to_dict().items():
         if value and any(word in field for word in RANDOM):
             raise UserError(f"{where}: {field}: expected 0 on trees, got {value}; set it to 0")
@@ -186,11 +179,3 @@ def check_windows(config: PreTrainedConfig, windows: Sequence[int | None]) -> No
                 f"model: {config.model_type}: layer {i} has a sliding window of {expected} tokens, but asks "
                 f"its attention for {windows[i]}; such a model cannot run on trees"
             )
-
-
-def _rope_types(parameters: object) -> list[str]:
-    """Returns the RoPE types of a config, which may have a table for each type of layer."""
-    if not isinstance(parameters, dict):
-        return []
-    tables = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    return [table["rope_type"] for table in tables if "rope_type" in table]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
@@ -25,6 +26,7 @@ from titan_tree.models.transformers.blocks import (
     TransformersBlock,
 )
 from titan_tree.models.transformers.mixers import Kind, conv_width, kind_of, recurrent_mixer
+from titan_tree.models.transformers.rope import constant, longest_path
 from titan_tree.models.transformers.support import check_supported, check_windows, logit_cap, logit_scale
 from titan_tree.models.tree_model import TreeModel, matrix_flops
 from titan_tree.tree.batch import TreeBatch
@@ -76,15 +78,17 @@ class TransformersModel(TreeModel):
                 f"model: {model.config.model_type} is more than a text model, which cannot run on trees; "
                 "save its text model by itself"
             )
-        check_supported(text, getattr(model.config, "name_or_path", "") or "model", self.quantization)
+        where = getattr(model.config, "name_or_path", "") or "model"
+        check_supported(text, where, self.quantization)
         sizes = {name: getattr(text, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
-        positions = text.max_position_embeddings
+        base: Any = model.base_model
+        limit = longest_path(text, where) if hasattr(base, "rotary_emb") else None
+        positions = min(text.max_position_embeddings, limit or math.inf)
         super().__init__(
             TransformersConfig(family=text.model_type, max_position_embeddings=positions, **sizes), attention
         )
-        self.hf_config = model.config
+        self.hf_config, self.longest_path = model.config, limit
         model.set_attn_implementation(NAME)
-        base: Any = model.base_model
         self.base = base
         mixers = [mixer for layer in base.layers if (mixer := recurrent_mixer(layer)) is not None]
         self.kind: Kind | None = kind_of(mixers[0]) if mixers else None  # of all mixers of the model
@@ -144,7 +148,8 @@ class TransformersModel(TreeModel):
 
     def _run(self, tokens: Tensor, positions: Tensor, current: Any) -> Tensor:
         """Returns the hidden states [N, d] after the last norm."""
-        out = self.base(input_ids=tokens[None], **arguments(positions, current))
+        with nullcontext() if self.longest_path is None else constant(self.base.rotary_emb):
+            out = self.base(input_ids=tokens[None], **arguments(positions, current))
         return out.last_hidden_state[0]
 
     def empty_rows(self, x: Tensor) -> list[Tensor]:
