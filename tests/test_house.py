@@ -22,7 +22,7 @@ LIMITS = {
     "lines reached from the trainer": 29_896,
     "Any": 321,
     "words of documentation": 46_124,
-    "lines of tests": 49_073,
+    "lines of tests": 49_074,
     "files acting in a dense step": 84,
     "classes acting in a dense step": 74,
 }

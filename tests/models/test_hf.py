@@ -305,12 +305,13 @@ def test_what_the_native_model_lacks_runs_with_the_layers_of_transformers(tmp_pa
 
 
 def test_what_neither_computes_is_refused_with_both_reasons(snapshot):
-    edit_config(snapshot, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e6, "factor": 4})
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4}
+    edit_config(snapshot, rope_parameters=rope, attention_dropout=0.1)
     with pytest.raises(UserError) as error:
         load_pretrained(snapshot)
     for reason in (
         "RoPE of type default only",
-        "; with the layers of transformers: rope_type: dynamic changes",
+        "; with the layers of transformers: attention_dropout: expected 0 on trees",
     ):
         assert reason in str(error.value)
 
