@@ -1,10 +1,11 @@
-"""Two GPUs train as one GPU does, over NCCL, and TRL's trainers on trees as the stock ones on two GPUs.
+"""Two GPUs train as one GPU does, over NCCL: in fp32, the losses of all steps are equal within 1e-6.
 
 To debug without GPUs, run the same code on gloo with TITAN_TREE_ON_CPU=1.
 """
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,24 +13,54 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing import ProcessExitedException
 
-from tests.rl.test_ranks import OF_TWO, assert_same_run, config, train, train_ranks
-from tests.support import same_run, tiny_run
-from tests.support.processes import as_rank, run_ranks
+from tests.rl import test_ranks as rl
+from tests.run.test_stopping import act_after_step
+from tests.support.gpu import ON_CPU, ON_RANKS, need_gpus, on_gpus
+from tests.support.processes import as_rank
 from tests.support.rl_runs import DEMO, rows
+from tests.support.same_run import EXPERTS, assert_same_run
+from tests.support.tiny_run import SMALL, read_metrics, tiny_config, train
 from titan_tree.config.toml import load_tables
 from titan_tree.rl.run import after_warm_start
 from titan_tree.rl.settings import RLRunConfig
 from titan_tree.rl.trainer import RLTrainer
 from titan_tree.run.config import Config, load_config
 
-ON_CPU = os.environ.get("TITAN_TREE_ON_CPU") == "1"
-pytestmark = (
-    pytest.mark.exhaustive
-    if ON_CPU
-    else [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")]
-)
+pytestmark = ON_RANKS
 ROOT = DEMO.parents[1]
+CUT: dict[str, Any] = {"data__max_tokens": 12}
+SHARDED: dict[str, Any] = {**EXPERTS, "parallel__expert_parallel": 2}
+SHARED: dict[str, Any] = {"parallel__sequence_parallel": 2}
+RECOMPUTED = {"partition__activations": "recompute", "training__activation_checkpoint": "full"}
+CASES: dict[str, dict[str, Any]] = {
+    "dense": {"data__max_tokens": 70},
+    "partitions": CUT,
+    "LoRA": {**CUT, "lora__rank": 4},
+    "hybrid": {**CUT, **SMALL["qwen3_5"]},
+    "experts": {"data__max_tokens": 70, **SHARDED},
+    "experts, recomputed": {**CUT, **SHARDED, **RECOMPUTED},
+    "experts, hybrid": {**CUT, **SHARDED, **SMALL["qwen3_5_moe"]},
+    "shared tokens": {"data__max_tokens": 70, **SHARED},
+    "shared tokens, partitions": {**CUT, **SHARED},
+    "shared tokens, hybrid": {**CUT, **SMALL["qwen3_5"], **SHARED},
+    "shared tokens, experts": {**CUT, **SHARDED, **SHARED},
+    "four, experts": {**CUT, **SHARDED, **RECOMPUTED},  # two ranks hold the same experts
+    "four, experts of each": {**CUT, **SHARDED, "parallel__expert_parallel": 4},
+}
+# What the run on one GPU has instead.
+ALONE = {"parallel__sequence_parallel": 1, "parallel__expert_parallel": 1}
+# Models in bf16, as small as the kernels for Hopper allow.
+COMPILED: dict[str, dict[str, Any]] = {
+    "experts": {**SHARDED, "training__activation_checkpoint": "selective"},
+    "experts, recomputed": {**SHARDED, "training__activation_checkpoint": "full"},
+    "shared tokens, hybrid": {
+        **SMALL["qwen3_5"],
+        **SHARED,
+        **{f"model__overrides__{name}head_dim": 64 for name in ("", "linear_key_", "linear_value_")},
+    },
+}
 DESK = (
     *("model.overrides.hidden_size=32", "model.overrides.head_dim=16", "data.global_batch_groups=8"),
     *("warm_start.steps=100", "warm_start.interval=100", "warm_start.reward=0"),
@@ -50,12 +81,73 @@ FSDP2 = {
 }
 
 
+def config(folder: Path, options: dict[str, Any], **more: Any) -> Config:
+    return tiny_config(folder, **{"checkpoint__interval": 4, "optimizer__eps": 1e-3} | options | more)
+
+
+def train_on_ranks(rank: int, ports: list[int], num_ranks: int, made: Config) -> None:
+    with as_rank(rank, num_ranks, ports[0]):
+        train(made)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_supervised_training_equals_one_gpu(name: str, tmp_path: Path) -> None:
+    """Gradient norms, and weights after four steps, are equal within 1e-5."""
+    many, num_ranks = config(tmp_path / "many", CASES[name]), 4 if name.startswith("four") else 2
+    on_gpus(train_on_ranks, num_ranks, num_ranks, many)
+    assert_same_run(many, train(config(tmp_path / "one", CASES[name], **ALONE)))
+
+
+@pytest.mark.timeout(900)  # compilation takes minutes
+@pytest.mark.parametrize("name", COMPILED)
+def test_bf16_compiled_equals_eager(name: str, tmp_path: Path) -> None:
+    """Losses and gradient norms of four steps on partitioned trees agree within the rounding of bf16."""
+    options = {"training__dtype": "bfloat16", "data__max_tokens": 40, **COMPILED[name]}
+    both = [config(tmp_path / f"{c}", options, training__compile=c) for c in (False, True)]
+    for made in both:
+        on_gpus(train_on_ranks, 2, 2, made)
+    for eager, compiled in zip(*map(read_metrics, both), strict=True):
+        for column in ("loss", "grad_norm"):
+            assert float(compiled[column]) == pytest.approx(float(eager[column]), rel=2e-2), column
+
+
+def train_until_killed(rank: int, ports: list[int], made: Config) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        act_after_step(patch, 3, lambda trainer: os.kill(os.getpid(), signal.SIGKILL))
+        train_on_ranks(rank, ports, 2, made)
+
+
+def test_a_killed_run_resumes_on_two_gpus_and_on_one(tmp_path: Path) -> None:
+    """The ranks share the experts. Both resumed runs equal one that was not killed, on one GPU."""
+    options = {**CASES["experts"], "checkpoint__interval": 2}
+    two = config(tmp_path / "two", options)
+    with pytest.raises(ProcessExitedException, match="SIGKILL"):
+        on_gpus(train_until_killed, 2, two, fresh=True)
+    one = config(tmp_path / "one", options, data__files=two.data.files[0], **ALONE)
+    shutil.copytree(two.folder, one.folder)
+    on_gpus(train_on_ranks, 2, 2, two)
+    assert train(one).optimizer_step.good_steps == 2
+    whole = train(config(tmp_path / "whole", options, **ALONE))
+    for made in (two, one):
+        assert_same_run(made, whole)
+
+
+@pytest.mark.parametrize("name", ["scored partitions", "LoRA", "shared tokens", "replicas"])
+def test_reinforcement_learning_equals_one_gpu(tmp_path: Path, name: str) -> None:
+    """With scored partitions, LoRA, sequence parallelism, and a replica of the weights on each rank."""
+    on_gpus(rl.train_ranks, 2, 2, tmp_path / "two", name, *rl.OF_TWO.get(name, ()))
+    one = rl.train(rl.config(tmp_path / "one", name))
+    rl.assert_same_run(rl.config(tmp_path / "two", name), one, tolerance=1e-4)
+
+
 def torchrun(*arguments: str) -> None:
     """Runs titan-tree on two ranks, as the command torchrun does."""
+    need_gpus(2)
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     ended = subprocess.run(
         [*command, "-m", "titan_tree", *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "NVIDIA_TF32_OVERRIDE": "0"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "NVIDIA_TF32_OVERRIDE": "0"},
         cwd=ROOT,
         text=True,
         capture_output=True,
@@ -63,43 +155,29 @@ def torchrun(*arguments: str) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def desk(folder: Path) -> RLRunConfig:
-    return load_tables(RLRunConfig, DEMO, [*DESK, f"folder={folder}"])
+def test_the_command_of_supervised_training_equals_one_gpu(tmp_path: Path) -> None:
+    """Five steps of the demo with FSDP2."""
+
+    def demo(folder: Path) -> Config:
+        return load_config(ROOT / "train_configs" / "demo.toml", [*SUPERVISED, f"folder={folder}"])
+
+    torchrun("train", "train_configs/demo.toml", *SUPERVISED, f"folder={tmp_path / 'two'}")
+    assert_same_run(demo(tmp_path / "two"), train(demo(tmp_path / "one")))
 
 
 def test_the_command_of_reinforcement_learning_equals_one_gpu(tmp_path: Path) -> None:
     """The demo with a short warm start, from which both runs start. The ranks shard weights by FSDP2."""
+
+    def desk(folder: Path) -> RLRunConfig:
+        return load_tables(RLRunConfig, DEMO, [*DESK, f"folder={folder}"])
+
     one = RLTrainer(after_warm_start(desk(tmp_path / "one")))
     one.train()
     one.close()
     shutil.copytree(tmp_path / "one" / "warm_start", tmp_path / "two" / "warm_start")
     torchrun("rl", str(DEMO), *DESK, f"folder={tmp_path / 'two'}")
     assert any(float(row["reward"]) for row in rows(tmp_path / "one"))
-    assert_same_run(after_warm_start(desk(tmp_path / "two")), one, tolerance=1e-4)
-
-
-def train_on_gpus(rank: int, ports: list[int], folder: Path, name: str) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    train_ranks(rank, ports, 2, folder, name, *OF_TWO.get(name, ()))
-
-
-@pytest.mark.parametrize("name", ["scored partitions", "LoRA", "shared tokens", "replicas"])
-def test_reinforcement_learning_equals_one_gpu(tmp_path: Path, name: str) -> None:
-    """With scored partitions, LoRA, sequence parallelism, and a replica of the weights on each rank."""
-    run_ranks(train_on_gpus, 2, tmp_path / "two", name, start="spawn")
-    assert_same_run(config(tmp_path / "two", name), train(config(tmp_path / "one", name)), tolerance=1e-4)
-
-
-@pytest.mark.parametrize("more", [(), ("model.name=qwen3_moe", "parallel.expert_parallel=2")])
-def test_the_command_of_supervised_training_equals_one_gpu(tmp_path: Path, more: tuple[str, ...]) -> None:
-    """Five steps of the demo with FSDP2, dense and with the experts of a layer sharded over both ranks."""
-
-    def demo(folder: Path) -> Config:
-        alone = (*more, "parallel.expert_parallel=1")
-        return load_config(ROOT / "train_configs" / "demo.toml", [*SUPERVISED, *alone, f"folder={folder}"])
-
-    torchrun("train", "train_configs/demo.toml", *SUPERVISED, *more, f"folder={tmp_path / 'two'}")
-    same_run.assert_same_run(demo(tmp_path / "two"), tiny_run.train(demo(tmp_path / "one")))
+    rl.assert_same_run(after_warm_start(desk(tmp_path / "two")), one, tolerance=1e-4)
 
 
 def train_with_trl(rank: int, ports: list[int], folder: Path, wrapper: str) -> None:
@@ -108,20 +186,21 @@ def train_with_trl(rank: int, ports: list[int], folder: Path, wrapper: str) -> N
     from tests.support.trl_runs import ACCUMULATE, assert_equal, grpo, make_other, run, shard, with_tool
     from titan_tree.integrations.hugging_face import treeify
 
-    torch.backends.cuda.matmul.allow_tf32 = False
     is_sharded = wrapper == "FSDP"
     device: dict[str, Any] = {"ddp_backend": "gloo"} if ON_CPU else {"use_cpu": False}
+
+    def sft(is_tree: bool, num_ranks: int = 2) -> Any:
+        batch = {"per_device_train_batch_size": 16 // num_ranks}
+        trainer = make_other(SFTTrainer, folder, max_steps=3, **batch, **device)
+        if num_ranks == 2:
+            prepare(trainer)
+        if is_tree:
+            treeify(trainer)
+        return run(trainer)
 
     def prepare(trainer: Any) -> None:
         if ON_CPU and is_sharded:  # accelerate leaves FSDP2 out
             shard(trainer)
-
-    def sft(is_tree: bool) -> Any:
-        trainer = make_other(SFTTrainer, folder, max_steps=3, **device)
-        prepare(trainer)
-        if is_tree:
-            treeify(trainer)
-        return run(trainer)
 
     with as_rank(rank, 2, ports[0]), pytest.MonkeyPatch.context() as patch:
         for name, value in FSDP2.items() if is_sharded and not ON_CPU else ():
@@ -134,11 +213,42 @@ def train_with_trl(rank: int, ports: list[int], folder: Path, wrapper: str) -> N
         options |= {"rollout": with_tool} if is_sharded else {"beta": 0.1}
         assert_equal(*(grpo(folder, on_trees, prepare=prepare, **options) for on_trees in (None, {})))
         torch.distributed.destroy_process_group()
+    if rank == 0:
+        with as_rank(0, 1, ports[1]):
+            alone = sft(True, num_ranks=1)
+        two, one = ([row["loss"] for row in r.trainer.state.log_history[:3]] for r in (tree, alone))
+        assert two == pytest.approx(one, rel=1e-6)
 
 
 @pytest.mark.parametrize("wrapper", ["DistributedDataParallel", "FSDP"])
-def test_trl_on_trees_equals_the_stock_trainers(tmp_path: Path, wrapper: str) -> None:
-    """SFT, and GRPO: with generated rollouts and a reference model, or sharded with recorded rollouts."""
+def test_trl_on_trees_equals_one_gpu_and_the_stock_trainers(tmp_path: Path, wrapper: str) -> None:
+    """SFT, whose losses equal those of one GPU, and GRPO.
+
+    GRPO has generated rollouts and a reference model, or is sharded with recorded rollouts. It draws other
+    rollouts on one GPU.
+    """
     from tests.support.trl_runs import save_model
 
-    run_ranks(train_with_trl, 2, save_model(tmp_path), wrapper, start="spawn")
+    on_gpus(train_with_trl, 2, save_model(tmp_path), wrapper, num_groups=2)
+
+
+def train_with_lightning(rank: int, ports: list[int], made: Config, folder: Path) -> None:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    from tests.support.lightning_run import fit, lightning_trainer
+
+    strategy = ModelParallelStrategy(process_group_backend="gloo" if ON_CPU else "cpu:gloo,cuda:nccl")
+    with as_rank(rank, 2, ports[0]):
+        fit(made, lightning_trainer(folder, accelerator="auto", devices=2, strategy=strategy))
+
+
+def test_lightning_equals_the_trainer_on_one_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    from tests.support.lightning_run import expected, logged
+
+    on_gpus(train_with_lightning, 2, config(tmp_path / "two", CUT), tmp_path / "lightning")
+    want, got = expected(train(config(tmp_path / "one", CUT)).config), logged(tmp_path / "lightning")
+    assert list(got) == list(want) == [1, 2, 3, 4]
+    for step, values in want.items():
+        assert got[step]["loss"] == pytest.approx(values["loss"], rel=1e-6), step
+        assert got[step]["grad_norm"] == pytest.approx(values["grad_norm"], rel=1e-5), step

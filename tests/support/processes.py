@@ -3,13 +3,15 @@
 The test's own process hosts the stores through which ranks find each other, as torchrun does. The operating
 system chooses their ports and they stay open, so that no other process can take one.
 
-A test session keeps its pair of ranks, and its four ranks: a test hands them a function and its arguments.
-Starting processes for each test instead would take a second and more.
+A test session keeps its pair of ranks, and its four ranks, of each start method: a test hands them a function
+and its arguments. Starting processes for each test instead would take a second, and on GPUs ten and more.
 """
 
 import functools
 import gc
+import importlib
 import multiprocessing
+import os
 import sys
 import time
 import traceback
@@ -27,6 +29,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests.support.isolation import restore_registries
+from titan_tree.distributed import faults
 
 # A rank may wait for another one that a loaded machine runs much later.
 TIMEOUT = timedelta(minutes=10)
@@ -34,6 +37,8 @@ TIMEOUT = timedelta(minutes=10)
 GRACE_S = 5.0
 # Numbers of ranks that a session keeps.
 KEPT = (2, 4)
+# What ranks import before they start, because it takes seconds.
+PRELOADED = ["tests.support.tiny_run", "titan_tree.run.metrics.builtin_loggers"]
 
 
 def run_ranks(
@@ -49,14 +54,16 @@ def run_ranks(
     Args:
         num_groups: process groups that the ranks form one after another. Each needs a port of its own; pass
             one of the ``num_groups`` ports to ``as_rank``.
-        start: "forkserver" forks all ranks of a test session from one process that has imported titan_tree,
-            which takes seconds. Ranks on a GPU need "spawn".
+        start: "forkserver" forks all ranks of a test session from one process that has imported titan_tree.
+            Ranks on GPUs need "spawn", which starts fresh processes.
         fresh: starts new processes, for functions that end them.
     Raises:
         RankError: a rank of the session's has raised an error.
     """
-    if start == "forkserver" and num_ranks in KEPT and not fresh:
-        _session_ranks(num_ranks).run(function, *args, num_groups=num_groups)
+    if num_ranks in KEPT and not fresh:
+        if (num_ranks, start) not in _kept:
+            _kept[num_ranks, start] = SessionRanks(num_ranks, start)
+        _kept[num_ranks, start].run(function, *args, num_groups=num_groups)
         return
     ranks = start_ranks(function, num_ranks, *args, num_groups=num_groups, start=start)
     while not ranks.join():
@@ -67,8 +74,7 @@ def start_ranks(
     function: Callable[..., None], num_ranks: int, *args: Any, num_groups: int = 1, start: str = "forkserver"
 ) -> mp.ProcessContext:
     """Starts new processes that run what ``run_ranks`` runs, and returns them without waiting for them."""
-    if start == "forkserver":
-        _preload()
+    multiprocessing.set_forkserver_preload(PRELOADED)
     stores = _stores(num_groups)
     ports = [store.port for store in stores]
     ranks = mp.start_processes(_run, (function, ports, *args), num_ranks, join=False, start_method=start)
@@ -77,18 +83,15 @@ def start_ranks(
     return ranks
 
 
-def _preload() -> None:
-    multiprocessing.set_forkserver_preload(
-        ["tests.support.tiny_run", "titan_tree.run.metrics.builtin_loggers"]
-    )
-
-
 def _stores(number: int) -> list[dist.TCPStore]:
     return [dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT) for _ in range(number)]
 
 
 def _run(rank: int, function: Callable[..., None], ports: list[int], *args: Any) -> None:
+    """Calls the function with one thread and one seed. fp32 on a GPU is fp32."""
     torch.set_num_threads(1)
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     function(rank, ports, *args)
 
 
@@ -107,9 +110,9 @@ class _Answer:
 class SessionRanks:
     """Ranks that live until the session ends or one of them fails."""
 
-    def __init__(self, num_ranks: int) -> None:
-        _preload()
-        context = multiprocessing.get_context("forkserver")
+    def __init__(self, num_ranks: int, start: str) -> None:
+        multiprocessing.set_forkserver_preload(PRELOADED)
+        context: Any = multiprocessing.get_context(start)
         self.cpu_s = 0.0  # CPU time of all calls so far
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
@@ -153,9 +156,9 @@ class SessionRanks:
 
     def stop(self) -> None:
         """Ends the processes. The next test that needs ranks starts new ones."""
-        for size, ranks in list(_kept.items()):
+        for kind, ranks in list(_kept.items()):
             if ranks is self:
-                del _kept[size]
+                del _kept[kind]
         for process, connection in zip(self._processes, self._connections, strict=True):
             connection.close()
             process.kill()
@@ -163,13 +166,7 @@ class SessionRanks:
             process.join()
 
 
-_kept: dict[int, SessionRanks] = {}
-
-
-def _session_ranks(num_ranks: int) -> SessionRanks:
-    if num_ranks not in _kept:
-        _kept[num_ranks] = SessionRanks(num_ranks)
-    return _kept[num_ranks]
+_kept: dict[tuple[int, str], SessionRanks] = {}  # by their number and start method
 
 
 def stop_session_ranks() -> None:
@@ -185,8 +182,9 @@ def session_cpu_s() -> float:
 
 def _serve(rank: int, connection: Connection) -> None:
     """Calls the functions that the session sends until it closes the connection."""
-    torch.set_num_threads(1)
-    caches = _mesh_caches()
+    for module in PRELOADED:
+        importlib.import_module(module)
+    caches, environment = _mesh_caches(), dict(os.environ)
     gc.freeze()  # what is imported by now takes half a second to search and to collect after each call
     while True:
         try:
@@ -195,14 +193,15 @@ def _serve(rank: int, connection: Connection) -> None:
             return
         start, error = time.process_time(), None
         try:
-            torch.manual_seed(0)
-            function(rank, ports, *args)
+            _run(rank, function, ports, *args)
         except BaseException:
             error = traceback.format_exc()
         connection.send(_Answer(error, time.process_time() - start))
         if error is not None:  # other ranks may wait for this one, so the session ends them all
             return
         _forget(caches)
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 def _forget(caches: list[Any]) -> None:
@@ -212,12 +211,15 @@ def _forget(caches: list[Any]) -> None:
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     restore_registries()
+    faults._variables.clear()
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if clear is not None:
         clear()
     for cache in [*caches, *_mesh_caches()]:
         cache.cache_clear()
     gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # other processes share the GPU
 
 
 def _mesh_caches() -> list[Any]:
