@@ -4,7 +4,6 @@ import os
 import pickle
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from tests.support.processes import as_rank, run_ranks, start_ranks
+from tests.support.processes import as_rank, run_ranks, start_ranks, torchrun
 from tests.support.tiny_run import SMALL, read_metrics, tiny_config, train, write_config
 from titan_tree.cli import main
 from titan_tree.distributed import agreement, faults
@@ -23,8 +22,6 @@ from titan_tree.distributed.experts import exchange
 from titan_tree.errors import UserError
 from titan_tree.run.checkpoint import lock
 from titan_tree.run.trainer import Trainer, in_background
-
-ROOT = Path(__file__).parents[2]
 
 
 def die() -> None:
@@ -193,21 +190,11 @@ os._exit(main(sys.argv[1:]))
 @pytest.mark.exhaustive
 def test_torchrun_restarts_from_the_newest_checkpoint(tmp_path: Path) -> None:
     options = {"training__steps": 5, "checkpoint__interval": 2}
-    (tmp_path / "script.py").write_text(KILL_ONCE)
+    (script := tmp_path / "script.py").write_text(KILL_ONCE)
     killed = tiny_config(tmp_path / "killed", **options)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     config = tmp_path / "killed" / "config.toml"
     overrides = ["training.steps=5", "checkpoint.interval=2"]
-    run = subprocess.run(
-        [*torchrun, "--max-restarts=1", tmp_path / "script.py", "train", config, *overrides],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-    assert run.returncode == 0, run.stderr
-    assert "resumed from" in run.stdout
+    assert "resumed from" in torchrun("--max-restarts=1", script, "train", config, *overrides)
     run_ranks(train_whole, 2, tmp_path / "whole", options)
     whole = tiny_config(tmp_path / "whole")
     assert [row["step"] for row in read_metrics(whole)] == ["1", "2", "3", "4", "5"]

@@ -6,8 +6,6 @@ To debug without GPUs, run the same code on gloo with TITAN_TREE_ON_CPU=1.
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from torch.multiprocessing import ProcessExitedException
 from tests.rl import test_ranks as rl
 from tests.run.test_stopping import act_after_step
 from tests.support.gpu import ON_CPU, ON_RANKS, need_gpus, on_gpus
-from tests.support.processes import as_rank
+from tests.support.processes import as_rank, torchrun
 from tests.support.rl_runs import DEMO, rows
 from tests.support.same_run import EXPERTS, assert_same_run
 from tests.support.tiny_run import SMALL, read_metrics, tiny_config, train
@@ -26,10 +24,9 @@ from titan_tree.config.toml import load_tables
 from titan_tree.rl.run import after_warm_start
 from titan_tree.rl.settings import RLRunConfig
 from titan_tree.rl.trainer import RLTrainer
-from titan_tree.run.config import Config, load_config
+from titan_tree.run.config import Config
 
 pytestmark = ON_RANKS
-ROOT = DEMO.parents[1]
 CUT: dict[str, Any] = {"data__max_tokens": 12}
 SHARDED: dict[str, Any] = {**EXPERTS, "parallel__expert_parallel": 2}
 SHARED: dict[str, Any] = {"parallel__sequence_parallel": 2}
@@ -67,10 +64,7 @@ DESK = (
     *("training.steps=3", "checkpoint.interval=3", "lr_scheduler.warmup_steps=0", "optimizer.eps=1e-3"),
     "metrics.loggers=[csv]",
 )
-SUPERVISED = (
-    *("training.steps=5", "checkpoint.interval=5", "optimizer.eps=1e-3", "metrics.loggers=[csv]"),
-    "data.global_batch_groups=4",
-)
+FP32 = {"NVIDIA_TF32_OVERRIDE": "0"}
 # What accelerate launch sets for FSDP2.
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
@@ -140,33 +134,17 @@ def test_reinforcement_learning_equals_one_gpu(tmp_path: Path, name: str) -> Non
     rl.assert_same_run(rl.config(tmp_path / "two", name), one, tolerance=1e-4)
 
 
-def torchrun(*arguments: str) -> None:
-    """Runs titan-tree on two ranks, as the command torchrun does."""
-    need_gpus(2)
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    ended = subprocess.run(
-        [*command, "-m", "titan_tree", *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "NVIDIA_TF32_OVERRIDE": "0"},
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-
-
 def test_the_command_of_supervised_training_equals_one_gpu(tmp_path: Path) -> None:
-    """Five steps of the demo with FSDP2."""
-
-    def demo(folder: Path) -> Config:
-        return load_config(ROOT / "train_configs" / "demo.toml", [*SUPERVISED, f"folder={folder}"])
-
-    torchrun("train", "train_configs/demo.toml", *SUPERVISED, f"folder={tmp_path / 'two'}")
-    assert_same_run(demo(tmp_path / "two"), train(demo(tmp_path / "one")))
+    need_gpus(2)
+    two, one = (config(tmp_path / name, CASES["dense"]) for name in ("two", "one"))
+    options = ("data.max_tokens=70", "checkpoint.interval=4", "optimizer.eps=1e-3")
+    torchrun("-m", "titan_tree", "train", tmp_path / "two" / "config.toml", *options, **FP32)
+    assert_same_run(two, train(one))
 
 
 def test_the_command_of_reinforcement_learning_equals_one_gpu(tmp_path: Path) -> None:
     """The demo with a short warm start, from which both runs start. The ranks shard weights by FSDP2."""
+    need_gpus(2)
 
     def desk(folder: Path) -> RLRunConfig:
         return load_tables(RLRunConfig, DEMO, [*DESK, f"folder={folder}"])
@@ -175,7 +153,7 @@ def test_the_command_of_reinforcement_learning_equals_one_gpu(tmp_path: Path) ->
     one.train()
     one.close()
     shutil.copytree(tmp_path / "one" / "warm_start", tmp_path / "two" / "warm_start")
-    torchrun("rl", str(DEMO), *DESK, f"folder={tmp_path / 'two'}")
+    torchrun("-m", "titan_tree", "rl", DEMO, *DESK, f"folder={tmp_path / 'two'}", **FP32)
     assert any(float(row["reward"]) for row in rows(tmp_path / "one"))
     rl.assert_same_run(after_warm_start(desk(tmp_path / "two")), one, tolerance=1e-4)
 
@@ -189,23 +167,21 @@ def train_with_trl(rank: int, ports: list[int], folder: Path, wrapper: str) -> N
     is_sharded = wrapper == "FSDP"
     device: dict[str, Any] = {"ddp_backend": "gloo"} if ON_CPU else {"use_cpu": False}
 
-    def sft(is_tree: bool, num_ranks: int = 2) -> Any:
-        batch = {"per_device_train_batch_size": 16 // num_ranks}
-        trainer = make_other(SFTTrainer, folder, max_steps=3, **batch, **device)
-        if num_ranks == 2:
-            prepare(trainer)
-        if is_tree:
-            treeify(trainer)
-        return run(trainer)
-
     def prepare(trainer: Any) -> None:
         if ON_CPU and is_sharded:  # accelerate leaves FSDP2 out
             shard(trainer)
 
+    def sft(prepare: Any, is_tree: bool, batch: int = 8) -> Any:
+        trainer = make_other(SFTTrainer, folder, max_steps=3, per_device_train_batch_size=batch, **device)
+        prepare(trainer)
+        if is_tree:
+            treeify(trainer)
+        return run(trainer)
+
     with as_rank(rank, 2, ports[0]), pytest.MonkeyPatch.context() as patch:
         for name, value in FSDP2.items() if is_sharded and not ON_CPU else ():
             patch.setenv(name, value)
-        stock, tree = sft(False), sft(True)
+        stock, tree = sft(prepare, False), sft(prepare, True)
         assert type(tree.trainer.model_wrapped).__name__.startswith(wrapper), tree.trainer.model_wrapped
         assert tree.trainer.accelerator.num_processes == 2
         assert_equal(stock, tree)
@@ -215,7 +191,7 @@ def train_with_trl(rank: int, ports: list[int], folder: Path, wrapper: str) -> N
         torch.distributed.destroy_process_group()
     if rank == 0:
         with as_rank(0, 1, ports[1]):
-            alone = sft(True, num_ranks=1)
+            alone = sft(id, True, batch=16)
         two, one = ([row["loss"] for row in r.trainer.state.log_history[:3]] for r in (tree, alone))
         assert two == pytest.approx(one, rel=1e-6)
 

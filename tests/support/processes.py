@@ -12,6 +12,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +33,7 @@ import torch.multiprocessing as mp
 from tests.support.isolation import restore_registries
 from titan_tree.distributed import faults
 
+ROOT = Path(__file__).parents[2]
 # A rank may wait for another one that a loaded machine runs much later.
 TIMEOUT = timedelta(minutes=10)
 # Seconds that the other ranks get to report their own errors after one rank has failed.
@@ -261,3 +264,25 @@ def process_group(rank: int, num_ranks: int, port: int) -> Iterator[None]:
         dist.init_process_group("gloo")
         yield
         dist.destroy_process_group()
+
+
+def torchrun(*arguments: object, **environment: str) -> str:
+    """Runs a command on two ranks, as torchrun does, and returns what it prints."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            *map(str, arguments),
+        ],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | environment,
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=200,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout

@@ -36,7 +36,9 @@ def assert_same_run(many: Config, one: Trainer, atol: float = 1e-6, but: Set[str
     """
     for ours, theirs in zip(read_metrics(many), read_metrics(one.config), strict=True):
         for column in theirs.keys() - SCHEDULE - but:
-            expected = pytest.approx(float(theirs[column]), rel=1e-6 if column == "loss" else 1e-5)
+            # Terms of losses of policies are about 1 and cancel.
+            within = {"rel": 1e-6, "abs": 1e-7} if column == "loss" else {"rel": 1e-5}
+            expected = pytest.approx(float(theirs[column]), **within)
             assert float(ours[column]) == expected, (ours["step"], column)
 
     many.parallel = ParallelConfig()
