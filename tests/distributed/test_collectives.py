@@ -1,5 +1,9 @@
-"""Collective operations over two ranks."""
+"""Collective operations over two ranks, and the ranks of tests themselves."""
 
+import os
+from pathlib import Path
+
+import pytest
 import torch
 
 from tests.support.processes import process_group, run_ranks
@@ -32,3 +36,16 @@ def test_one_rank_gets_its_values_back() -> None:
     loss, sums = torch.ones(()), {"nll": torch.ones(())}
     assert all_reduce_sum(loss) is all_reduce_max(loss) is loss
     assert all_reduce_named(loss, sums) == (loss, sums)
+
+
+def leave_behind(rank: int, ports: list[int], folder: Path) -> None:
+    assert os.environ.setdefault("LEFT_BEHIND", f"{ports}") == f"{ports}"
+    (folder / f"{rank}-{os.getpid()}").touch()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["forkserver", "spawn"])
+def test_a_session_keeps_ranks_that_forget(tmp_path: Path, start: str) -> None:
+    for _ in range(2):
+        run_ranks(leave_behind, 2, tmp_path, start=start)
+    assert len(list(tmp_path.iterdir())) == 2

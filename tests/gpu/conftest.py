@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 
 @pytest.fixture(autouse=True)
@@ -14,7 +15,11 @@ def _no_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _free_cached_memory() -> Iterator[None]:
+def _clean_up() -> Iterator[None]:
+    """Ends what a test may leave behind if it fails, and frees cached memory."""
     yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
     if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode("default")
         torch.cuda.empty_cache()

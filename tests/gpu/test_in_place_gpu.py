@@ -18,7 +18,4 @@ def test_bf16_gradients_are_at_the_noise_floor(name: str) -> None:
     trunk = [draw.randrange(3, 64) for _ in range(300)]
     paths = [trunk[: 100 * i + 50] + [draw.randrange(3, 64) for _ in range(200)] for i in range(3)]
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert_bf16_is_as_exact(hf_family(name, **SIZES), paths, "cuda", max_tokens=256)
-    finally:
-        dist.destroy_process_group()
+    assert_bf16_is_as_exact(hf_family(name, **SIZES), paths, "cuda", max_tokens=256)

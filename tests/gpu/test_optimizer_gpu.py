@@ -1,7 +1,6 @@
 """8-bit AdamW on a GPU: whole steps. tests/components/test_adamw_8bit.py tests its kernel."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,13 +12,6 @@ from titan_tree.distributed.settings import OptimizerConfig
 
 pytest.importorskip("torchao", reason="needs torchao: pip install -e '.[torchao]'")
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def sync_debug_mode() -> Iterator[None]:
-    """Restores torch's debug mode."""
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 def test_steps_equal_those_on_a_cpu():
@@ -41,7 +33,6 @@ def test_steps_equal_those_on_a_cpu():
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
-@pytest.mark.usefixtures("sync_debug_mode")
 def test_the_host_never_waits_for_the_device(name):
     model = model_and_optimizers(name)[0].cuda()
     optimizers = build_optimizers(OptimizerConfig(name=name, lr=1e-3), model)

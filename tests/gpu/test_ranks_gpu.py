@@ -48,10 +48,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 # What the run on one GPU has instead.
 ALONE = {"parallel__sequence_parallel": 1, "parallel__expert_parallel": 1}
+ONE_LAYER = {"model__overrides__num_hidden_layers": 1}
 # Models in bf16, as small as the kernels for Hopper allow.
 COMPILED: dict[str, dict[str, Any]] = {
-    "experts": {**SHARDED, "training__activation_checkpoint": "selective"},
-    "experts, recomputed": {**SHARDED, "training__activation_checkpoint": "full"},
+    "experts": {**ONE_LAYER, **SHARDED, "training__activation_checkpoint": "selective"},
+    "experts, recomputed": {**ONE_LAYER, **SHARDED, "training__activation_checkpoint": "full"},
     "shared tokens, hybrid": {
         **SMALL["qwen3_5"],
         **SHARED,
@@ -92,7 +93,7 @@ def test_supervised_training_equals_one_gpu(name: str, tmp_path: Path) -> None:
     assert_same_run(many, train(config(tmp_path / "one", CASES[name], **ALONE)))
 
 
-@pytest.mark.timeout(900)  # compilation takes minutes
+@pytest.mark.xdist_group("compiled")  # beside the other tests, because compilation takes minutes
 @pytest.mark.parametrize("name", COMPILED)
 def test_bf16_compiled_equals_eager(name: str, tmp_path: Path) -> None:
     """Losses and gradient norms of four steps on partitioned trees agree within the rounding of bf16."""
@@ -134,6 +135,7 @@ def test_reinforcement_learning_equals_one_gpu(tmp_path: Path, name: str) -> Non
     rl.assert_same_run(rl.config(tmp_path / "two", name), one, tolerance=1e-4)
 
 
+@pytest.mark.xdist_group("commands")
 def test_the_command_of_supervised_training_equals_one_gpu(tmp_path: Path) -> None:
     need_gpus(2)
     two, one = (config(tmp_path / name, CASES["dense"]) for name in ("two", "one"))
@@ -142,6 +144,7 @@ def test_the_command_of_supervised_training_equals_one_gpu(tmp_path: Path) -> No
     assert_same_run(two, train(one))
 
 
+@pytest.mark.xdist_group("commands")
 def test_the_command_of_reinforcement_learning_equals_one_gpu(tmp_path: Path) -> None:
     """The demo with a short warm start, from which both runs start. The ranks shard weights by FSDP2."""
     need_gpus(2)

@@ -1,4 +1,4 @@
-"""Sizes and conditions of the tests that run whole models on a GPU."""
+"""Sizes and conditions of tests of whole models on a GPU, and ranks on several."""
 
 import functools
 import os
@@ -13,7 +13,7 @@ from tests.support.processes import run_ranks
 
 # Whether tests of ranks run on gloo, to debug them without GPUs.
 ON_CPU = os.environ.get("TITAN_TREE_ON_CPU") == "1"
-# The marks of tests of ranks. One process of xdist runs all of them, and keeps their ranks.
+# The marks of tests of ranks. A worker of xdist runs all of them, except those with a further group.
 ON_RANKS = [pytest.mark.slow if ON_CPU else pytest.mark.gpu, pytest.mark.xdist_group("ranks on GPUs")]
 # Nodes of up to 90 tokens: trees span several blocks of the kernels, and branches start inside blocks.
 FOREST = {"vocab_size": 300, "max_length": 90, "num_nodes": 10}

@@ -203,7 +203,8 @@ def _serve(rank: int, connection: Connection) -> None:
         if error is not None:  # other ranks may wait for this one, so the session ends them all
             return
         _forget(caches)
-        os.environ.clear()
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
         os.environ.update(environment)
 
 
