@@ -16,7 +16,7 @@ def _no_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _clean_up() -> Iterator[None]:
-    """Ends what a test may leave behind if it fails, and frees cached memory."""
+    """Ends process groups, lets the host wait for the GPU again, and frees cached memory."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -46,10 +46,7 @@ def test_never_waits_for_the_gpu():
     arguments = mixture(500)
     results(*arguments)
     torch.cuda.set_sync_debug_mode("error")
-    try:
-        results(*arguments)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    results(*arguments)
 
 
 def test_replayed_experts_give_the_same_bits_without_waiting_for_the_gpu():
@@ -60,13 +57,11 @@ def test_replayed_experts_give_the_same_bits_without_waiting_for_the_gpu():
     gaps = chosen.clone()
     gaps[::3] = -1
     torch.cuda.set_sync_debug_mode("error")
-    try:
-        with_gaps = results(moe, x, dy, gaps)
-        moe.e_score_correction_bias = None
-        got = results(moe, x, dy, chosen)
-        unbiased = results(moe, x, dy)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with_gaps = results(moe, x, dy, gaps)
+    moe.e_score_correction_bias = None
+    got = results(moe, x, dy, chosen)
+    unbiased = results(moe, x, dy)
+    torch.cuda.set_sync_debug_mode("default")
     assert all(map(torch.equal, got, want))
     assert all(map(torch.equal, with_gaps, want))
     assert not torch.equal(unbiased[0], want[0])

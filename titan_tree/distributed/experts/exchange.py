@@ -235,7 +235,7 @@ def _sort_rows(needed: Tensor, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
     cells = torch.arange(len(row), device=row.device)
     cell = torch.zeros_like(F.pad(row, (0, 1))).scatter_(0, row.where(is_sent, len(row)), cells)[:-1]
     token = cell // (num_ranks * length) * length + cell % length
-    row = row.view(parts, num_ranks, length).transpose(1, 2).reshape(grid.shape)[:num_tokens]
+    row = row.view(parts, num_ranks, length).transpose(1, 2).reshape(grid.shape)[:num_tokens].contiguous()
     return row, token, cell // length % num_ranks
 
 
