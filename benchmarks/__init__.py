@@ -27,10 +27,11 @@ BENCHES = {  # name -> summary; a module is imported only when it runs
     "recurrence": "TreeGDN, TreeKDA and TreeSSD beside flash-linear-attention",
     "experts": "a layer of experts beside transformers' and torchtitan's, and sharded over GPUs",
     "optimizer": "AdamW and 8-bit AdamW beside those of torch and torchao",
-    "sequence": "whole steps on one tree whose tokens all GPUs share, beside one GPU",
+    "ranks": "whole steps of several GPUs that share weights, experts or tokens, beside one GPU",
     "trl": "a step of TRL's GRPO trainer on trees, beside the trainer itself",
 }
 ELSEWHERE = {  # former name -> what to do instead
+    "sequence": "run ranks --way alone tokens",
     "real": "run titan-tree bench real",
     "samples": "docs/log/2026-11-23-data.md has its results",
     "input": "docs/log/2026-11-23-data.md has its results",

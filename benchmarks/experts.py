@@ -8,9 +8,10 @@ has its own tokens. All contenders have the same weights, are compiled, run in b
 process. Only the first one is sharded and communicates. The others compute all experts on each GPU.
 
 With "random" routing, the router has random weights and uses experts unevenly. With "balanced" routing, all
-experts are chosen equally often, by random tokens. Milliseconds are medians on the slowest GPU; TFLOP/s are
+experts are chosen equally often, by random tokens. With "skewed", the first expert is chosen 8 times as often
+as the mean. Milliseconds are medians on the slowest GPU; TFLOP/s are
 those of one GPU. "exposed_ms" is the time of a forward and backward pass in which a GPU only communicates.
-"rows_sent" is the number of rows that leave a GPU per token in each exchange. "peak_share" refers to the
+"peak_share" refers to the
 GPU's dense bf16 peak. "difference" is the relative difference of outputs to the first row's; it includes
 tokens that rounding sends to other experts. "x transformers" is the time of transformers' layer over that of
 this one.
@@ -46,7 +47,7 @@ QUICK = (
 PACKAGES = ("transformers", "torchtitan")
 COLUMNS = (
     "what", "routing", "forward_ms", "forward_backward_ms", "tflops", "peak_share", "x transformers",
-    "exposed_ms", "rows_sent", "difference",
+    "exposed_ms", "difference",
 )  # fmt: skip
 
 
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--intermediate", type=int, default=768, help="hidden size of one expert")
     add("--experts", type=int, default=128)
     add("--top-k", type=int, default=8)
-    add("--routing", nargs="+", default=["random", "balanced"], choices=["random", "balanced"])
+    add("--routing", nargs="+", default=["random", "balanced"], choices=["random", "balanced", "skewed"])
     add("--repeat", type=int, default=10, help="calls per measurement")
     add("--no-compile", action="store_true", help="run all layers in eager mode")
 
@@ -171,7 +172,7 @@ def measure(
     """Returns one row per layer."""
     torch.manual_seed(1 + dist.get_rank())
     x, dy = (torch.randn(args.tokens, args.hidden, device=device).bfloat16() for _ in range(2))
-    expert = route(x, layers, routing, args)
+    route(x, layers, routing, args)
     x.requires_grad_()
     num_paths = torch.ones(args.tokens, device=device)
     runs: dict[str, Callable[[], Tensor]] = {}
@@ -208,7 +209,6 @@ def measure(
             "peak_share": round(1e12 * tflops / peak, 3) if peak else None,
             "x transformers": round(slowest(contenders["transformers"].median("both")) / both, 3),
             "exposed_ms": round(exposed, 3),
-            "rows_sent": round(rows_sent(expert, args.experts), 2) if is_sharded else 0,
             "difference": f"{((got - want).norm() / want.norm()).item():.1e}",
         }
 
@@ -221,8 +221,8 @@ def forward(layer: Callable[..., tuple[Tensor, ...]], x: Tensor, num_paths: Tens
 
 
 @torch.no_grad()
-def route(x: Tensor, layers: dict[str, nn.Module], routing: str, args: argparse.Namespace) -> Tensor:
-    """Sets the weights of all routers, and for balanced routing x, in place. Returns the experts [N, k].
+def route(x: Tensor, layers: dict[str, nn.Module], routing: str, args: argparse.Namespace) -> None:
+    """Sets the weights of all routers, and x for balanced and skewed routing, in place.
 
     With balanced routing, the first E features of x are the logits.
     """
@@ -231,21 +231,26 @@ def route(x: Tensor, layers: dict[str, nn.Module], routing: str, args: argparse.
     weight = torch.randn(args.experts, args.hidden, device=x.device, generator=generator) * 0.02
     if routing == "balanced":
         weight = torch.eye(args.experts, args.hidden, device=x.device)
-        per_order = args.experts // args.top_k  # tokens that together choose each expert once
-        orders = torch.rand(-(-args.tokens // per_order), args.experts, device=x.device).argsort(1)
-        chosen = orders[:, : per_order * args.top_k].reshape(-1, args.top_k)[: args.tokens]
+        chosen = balanced_experts(args.tokens, args.experts, args.top_k).to(x.device)
         x[:, : args.experts] = torch.rand(args.tokens, args.experts, device=x.device)
         x[:, : args.experts] += 4 * torch.zeros_like(x[:, : args.experts]).scatter(1, chosen, 1)
+    if routing == "skewed":
+        x[:, 0] = 1.0  # a feature that all tokens have, which favors one expert
+        weight[0] = 0.0
+        logits = x.float() @ weight.t()
+        least = logits[:, 1:].topk(args.top_k).values[:, -1]  # what the first expert must exceed
+        weight[0, 0] = least.quantile(min(1.0, 8 * args.top_k / args.experts))
     for gate in gates:
         gate.weight.copy_(weight)
-    return (x.float() @ gates[0].weight.float().t()).topk(args.top_k).indices
 
 
-def rows_sent(expert: Tensor, num_experts: int) -> float:
-    """Returns how many rows leave this rank per token: one to each other rank of the token's experts."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    ranks = expert // (num_experts // num_ranks)
-    return sum((ranks == other).any(1).float().mean().item() for other in range(num_ranks) if other != rank)
+def balanced_experts(
+    num_tokens: int, num_experts: int, top_k: int, generator: torch.Generator | None = None
+) -> Tensor:
+    """Returns experts [N, k] that are chosen equally often, by random tokens."""
+    per_order = num_experts // top_k  # tokens that together choose each expert once
+    orders = torch.rand(-(-num_tokens // per_order), num_experts, generator=generator).argsort(1)
+    return orders[:, : per_order * top_k].reshape(-1, top_k)[:num_tokens]
 
 
 def exposed_ms(function: Callable[[], object], repeat: int) -> float:
