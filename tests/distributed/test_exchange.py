@@ -15,14 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.processes import process_group, run_ranks
 from titan_tree.components.moe.experts import ExpertWeight
 from titan_tree.components.moe.layer import Experts, MoE
-from titan_tree.distributed.experts.exchange import (
-    Arrived,
-    count_rows,
-    dispatch,
-    num_parts,
-    token_parts,
-    waits,
-)
+from titan_tree.distributed.experts.exchange import Arrived, gather_tokens, make_copies
 from titan_tree.distributed.experts.sharded_experts import ShardedExperts
 from titan_tree.distributed.titan import FullAC, TreeSelectiveAC
 
@@ -43,9 +36,9 @@ CASES = {
     "top 2": Case(),
     "top 1": Case(top_k=1),
     "top 8": Case(top_k=8),
-    "one expert": Case(top_k=1, choices=(6,)),  # most ranks receive nothing
+    "one expert": Case(top_k=1, choices=(6,)),  # most ranks compute nothing
     "experts of the last rank": Case(top_k=3, choices=(12, 13, 14, 15)),
-    "one token": Case((1, 1, 1, 1)),  # the second half is empty
+    "one token": Case((1, 1, 1, 1)),
     "ranks without tokens": Case((0, 3, 0, 1)),
 }
 POLICIES = {"no": None, "selective": TreeSelectiveAC, "full": FullAC}
@@ -116,21 +109,16 @@ def run_experts(case: Case, rank: int, num_ranks: int) -> list[Tensor]:
     x, weight, expert, dy = make_inputs(case, rank)
     weights = [w.detach().chunk(num_ranks)[rank].requires_grad_() for w in make_layer().experts.parameters()]
     experts = ShardedExperts(cast(dist.ProcessGroup, dist.group.WORLD))
-    counted = experts.count(torch.zeros(len(x), NUM_EXPERTS, dtype=torch.bool).scatter(1, expert, True))
-    y = experts(x, *map(ExpertWeight, weights), expert, weight, counted)
+    y = experts(x, *map(ExpertWeight, weights), expert, weight)
     return [y.detach(), *torch.autograd.grad(y, [x, weight, *weights], dy)]
 
 
-def run_dispatch(case: Case, rank: int) -> Arrived:
-    """Returns what a rank knows after the first exchange."""
+def run_gather(case: Case, rank: int, num_ranks: int) -> tuple[Tensor, Arrived]:
+    """Returns the copies for a rank's experts, and what the rank knows about them."""
     x, weight, expert, _ = make_inputs(case, rank)
     group = cast(dist.ProcessGroup, dist.group.WORLD).group_name
-    is_chosen = torch.zeros(len(x), NUM_EXPERTS, dtype=torch.bool).scatter(1, expert, True)
-    counted = count_rows(is_chosen, group)
-    arrived = Arrived(*dispatch(x.detach(), weight.detach(), expert, *counted, group))
-    for wait in waits(arrived.rows, token_parts(counted[1])):
-        wait()
-    return arrived
+    tokens = Arrived(*gather_tokens(x.detach(), expert, weight.detach(), NUM_EXPERTS // num_ranks, group))
+    return make_copies(x.detach(), tokens.rows, tokens), tokens
 
 
 def count_exchanges(layer: MoE, rank: int, policy: type | None) -> tuple[int, int, list[Tensor]]:
@@ -153,7 +141,8 @@ def run_all(rank: int, ports: list[int], num_ranks: int, folder: Path) -> None:
     with process_group(rank, num_ranks, ports[0]):
         for name, case in CASES.items():
             found[name] = [run_experts(case, rank, num_ranks) for _ in range(2)]
-            found[f"dispatch {name}"] = tuple(run_dispatch(case, rank))
+            copies, tokens = run_gather(case, rank, num_ranks)
+            found[f"gather {name}"] = copies, tuple(tokens)
         for kind in LAYERS:
             found[kind] = run_layer(shard(make_layer(), rank, num_ranks), rank, kind)
         for name, policy in POLICIES.items():
@@ -206,27 +195,24 @@ def test_sharded_experts_equal_a_loop_over_tokens(results: Any, num_ranks: int, 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_token_travels_once_to_each_rank_of_its_experts(results: Any, num_ranks: int, name: str) -> None:
-    """Rows, router weights and numbers of copies arrive by part, sender and token."""
+def test_each_rank_copies_the_tokens_of_its_experts(results: Any, num_ranks: int, name: str) -> None:
+    """All tokens of other ranks arrive. Copies are sorted by expert, the rank's own tokens first."""
     inputs = [make_inputs(CASES[name], rank) for rank in range(num_ranks)]
     per_rank = NUM_EXPERTS // num_ranks
     for receiver in range(num_ranks):
-        arrived = Arrived(*results[num_ranks][receiver][f"dispatch {name}"])
-        rows, scale, ends = [], [], []
-        for part in range(num_parts(num_ranks)):
-            copies: list[list[Tensor]] = [[] for _ in range(per_rank)]
-            for x, weight, expert, _ in inputs:
-                length = -(-len(x) // num_parts(num_ranks))
-                for token in range(part * length, min((part + 1) * length, len(x))):
-                    here = [j for j in range(expert.shape[1]) if expert[token, j] // per_rank == receiver]
-                    rows += [x[token]] * bool(here)
-                    for j in here:
-                        copies[expert[token, j] - receiver * per_rank].append(weight[token, j])
-            scale += [weight for of_expert in copies for weight in of_expert]
-            ends.append(torch.tensor([len(of_expert) for of_expert in copies]).cumsum(0))
-        assert arrived.rows.tolist() == [row.tolist() for row in rows]
-        assert arrived.scale.flatten().tolist() == [weight.item() for weight in scale]
-        assert torch.equal(arrived.ends, torch.stack(ends).int())
+        got, arrived = results[num_ranks][receiver][f"gather {name}"]
+        tokens, others = Arrived(*arrived), [each for i, each in enumerate(inputs) if i != receiver]
+        assert torch.equal(tokens.rows, torch.cat([each.x.detach() for each in others]))
+        copies: list[list[Tensor]] = [[] for _ in range(per_rank)]
+        for x, weight, expert, _ in (inputs[receiver], *others):
+            for token, chosen in enumerate(expert.tolist()):
+                for j, number in enumerate(chosen):
+                    if number // per_rank == receiver:
+                        row = torch.cat([x[token], weight[token, j].unsqueeze(0)])
+                        copies[number % per_rank].append(row.detach())
+        want = [row.tolist() for of_expert in copies for row in of_expert]
+        assert torch.cat([got, tokens.scale], 1).tolist() == want
+        assert tokens.ends.tolist() == torch.tensor(list(map(len, copies))).cumsum(0).tolist()
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -254,17 +240,14 @@ def test_frozen_experts_pass_gradients_on(results: Any) -> None:
         assert of_weights == [None, None]
 
 
-@pytest.mark.parametrize(("policy", "repeated"), [("no", False), ("selective", False), ("full", True)])
-def test_checkpointing_stores_what_arrived(results: Any, policy: str, repeated: bool) -> None:
-    """One exchange sends counts, and in each part two send rows and choices, and one returns rows.
+@pytest.mark.parametrize(("policy", "repeated"), [("no", 0), ("selective", 0), ("full", 2)])
+def test_checkpointing_stores_what_arrived(results: Any, policy: str, repeated: int) -> None:
+    """Tokens and choices travel, and results return; then gradients travel in the opposite directions.
 
-    In the backward pass one sends gradients of rows, and two return gradients of rows and choices. Full
-    checkpointing repeats what sends rows, but does not compute experts and return results again.
+    Full checkpointing sends tokens and choices again, but does not compute experts and return results again.
     """
     for num_ranks in (2, 4):
         for every in results[num_ranks]:
             forward_calls, backward_calls, found = every[f"{policy} checkpointing"]
-            parts = num_parts(num_ranks)
-            again = (1 + 2 * parts) * repeated
-            assert (forward_calls, backward_calls) == (1 + 3 * parts, 3 * parts + again)
+            assert (forward_calls, backward_calls) == (3, 3 + repeated)
             assert_equal(found, every["router"])

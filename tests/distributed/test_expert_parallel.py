@@ -24,7 +24,6 @@ from tests.support.tiny_run import read_metrics, tiny_config, train
 from titan_tree.components.moe.layer import Experts
 from titan_tree.components.tree_loss.loss import TreeLoss, register_loss
 from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
-from titan_tree.distributed.experts.exchange import TokenPart, _sort_copies, _sort_rows
 from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.distributed.settings import ParallelConfig
@@ -288,22 +287,3 @@ def test_offloading_is_refused_with_sharded_experts(budget: tuple[Any, float | N
         TreeStep(model, TreeLoss(), activations=Activations(torch.device("cpu"), policy))
     with pytest.raises(UserError, match="expected 'keep' or 'recompute' with"):
         TreeStep(model, TreeLoss(), activations=Activations(torch.device("cpu"), *budget))
-
-
-@pytest.mark.parametrize("num_experts", [2**14 - 1, 2**14, 2**15])
-def test_copies_are_sorted_by_expert_however_many_there_are(num_experts: int) -> None:
-    last, none = num_experts - 1, num_experts
-    local = torch.tensor([[last, 0], [none, 3], [none, last], [1, last]])
-    parts = [
-        TokenPart([], [], slice(0, 0), slice(0, 2), slice(0, 3)),
-        TokenPart([], [], slice(0, 0), slice(2, 4), slice(3, 6)),
-    ]
-    choice, copies = _sort_copies(local, parts, num_experts)
-    assert choice.tolist() == [1, 3, 0, 6, 5, 7]
-    assert copies.tolist() == [[2, 0], [-1, 1], [-1, 1], [0, 2]]
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_rows_have_the_strides_that_compiled_code_expects(num_ranks: int) -> None:
-    row, *_ = _sort_rows(torch.arange(12).view(6, 2) % num_ranks, num_ranks)
-    assert (row.shape, row.stride()) == ((6, num_ranks), (num_ranks, 1))

@@ -52,7 +52,7 @@ class TreeSelectiveAC(SelectiveAC):
 
     def get_save_ops(self) -> set:
         ops = torch.ops.titan_tree
-        saved = ops.tree_attention, ops.top_k, ops.count_rows, ops.dispatch, ops.to_heads, ops.to_tokens
+        saved = ops.tree_attention, ops.top_k, ops.gather_tokens, ops.to_heads, ops.to_tokens
         return super().get_save_ops() | {operator.default for operator in saved}
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:

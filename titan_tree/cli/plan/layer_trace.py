@@ -58,7 +58,7 @@ class Kept(NamedTuple):
 
     per_token: float  # per token that this rank runs
     per_row: float = 0.0  # per token that arrives for this rank's experts
-    per_copy: float = 0.0  # per expert of such a token on this rank
+    per_copy: float = 0.0  # per expert of any token on this rank
 
     def of(self, tokens: float, rows: float, copies: float) -> float:
         """Returns the bytes for numbers of tokens that run, and of rows and copies that arrive."""
@@ -155,9 +155,10 @@ def _outputs(graph: torch.fx.GraphModule) -> Kept:
 
     (output,) = graph.graph.find_nodes(op="output")
     inputs = by_storage(list(graph.graph.find_nodes(op="placeholder")))
-    # The host learns how many rows and copies arrive only when it runs: their numbers are symbols.
-    arrivals = graph.graph.find_nodes(op="call_function", target=torch.ops.titan_tree.dispatch.default)
-    copies = {str(Arrived(*node.meta["val"]).scale.shape[0]) for node in arrivals}
+    # The host learns how many rows arrive and how many copies there are only when it runs: the numbers are
+    # symbols.
+    gathers = graph.graph.find_nodes(op="call_function", target=torch.ops.titan_tree.gather_tokens.default)
+    copies = {str(Arrived(*node.meta["val"]).scale.shape[0]) for node in gathers}
     per_token = per_row = per_copy = 0.0
     for storage, value in by_storage(output.all_input_nodes).items():
         if storage in inputs:

@@ -8,7 +8,6 @@ and NCCL outside of it.
 from __future__ import annotations
 
 import copy
-import math
 from itertools import accumulate
 
 import torch
@@ -19,7 +18,6 @@ from titan_tree.cli.plan.layer_trace import LayerTrace
 from titan_tree.cli.plan.workload import StepSizes, is_partitioned
 from titan_tree.components.logprobs import BLOCK_ELEMENTS
 from titan_tree.components.tree_attention.block_lists import table_bytes
-from titan_tree.distributed.experts.exchange import num_parts
 from titan_tree.distributed.experts.expert_parallel import experts_of
 from titan_tree.distributed.parallelize import gathered_size, shard_sizes
 from titan_tree.distributed.sequence_parallel import AllToAllExchange
@@ -31,7 +29,6 @@ from titan_tree.models.layers import MLP
 from titan_tree.run.config import Config
 from titan_tree.tree.batch import TokenShard
 from titan_tree.tree.costs import row_bytes
-from titan_tree.tree.paths import ExpertSizes
 
 Parts = dict[str, float]  # bytes by name
 
@@ -167,12 +164,11 @@ class MemoryPlan:
         return {"gradients being summed": float(size if self.gpus > 1 else 0)}
 
     def _arriving(self, tokens: int, imbalance: float) -> tuple[float, float]:
-        """Returns how many rows and copies arrive at the busiest rank; zeros without expert parallelism."""
+        """Returns how many rows arrive, and the copies of the busiest rank; 0 without expert parallelism."""
         ranks = self.config.parallel.expert_parallel
         if self.model.experts is None or ranks == 1:
             return 0.0, 0.0
-        sizes = self.model.experts.sizes
-        return tokens * ranks_of_token(sizes, ranks) * imbalance, tokens * sizes.top_k * imbalance
+        return tokens * (ranks - 1.0), tokens * self.model.experts.sizes.top_k * imbalance
 
     def _activations(self, imbalance: float) -> float:
         kept = self.layers.kept(self.config.training.activation_checkpoint, self.config.parallel)
@@ -199,10 +195,10 @@ class MemoryPlan:
         if rows:
             assert self.model.experts is not None
             experts, width = experts_of(self.model)[0], self.model.config.hidden_size
-            # Rows and their gradients; then for each copy of one part, the gradient of its output, and of its
-            # hidden units that of each product, the gate and the up-projection, and the product.
-            copies /= num_parts(self.config.parallel.expert_parallel)
-            numbers = 2 * rows * width + copies * (width + 4 * experts.down_proj.shape[2])
+            # The sums of rows that return, and those of all ranks that arrive. Then for each copy, the
+            # gradient of its output, and of its hidden units that of each product, the gate and the
+            # up-projection, and the product.
+            numbers = (2 * rows + self.tokens) * width + copies * (width + 4 * experts.down_proj.shape[2])
             parts["rows of the exchange"] = self.item * numbers
         return parts
 
@@ -220,15 +216,6 @@ class MemoryPlan:
         # A block has logits in fp32, and probabilities and gradients in the dtype of the computation.
         block = (4 + 2 * self.item) * min(logits, BLOCK_ELEMENTS)
         return self.item * logits * keeps + block + 4.0 * self.edges * self.model.config.hidden_size
-
-
-def ranks_of_token(sizes: ExpertSizes, num_ranks: int) -> float:
-    """Returns the mean number of ranks that hold at least one of a token's experts, if they are random.
-
-    These are P (1 - C(E - E/P, k) / C(E, k)) for E experts, k of them for a token, and P ranks.
-    """
-    _, top_k, experts = sizes
-    return num_ranks * (1 - math.comb(experts - experts // num_ranks, top_k) / math.comb(experts, top_k))
 
 
 def exchanged(mixer: nn.Module, num_ranks: int) -> tuple[list[int], int]:

@@ -62,28 +62,10 @@ class Dispatcher(Protocol):
     distributed/experts/sharded_experts.py implements it, so that this package does not depend on ranks.
     """
 
-    def count(self, is_chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Starts to tell other ranks how many rows to expect. Call it as soon as the choice is known.
-
-        Args:
-            is_chosen: [N, E] bool, the experts of each token.
-        """
-
     def __call__(
-        self,
-        x: Tensor,
-        gate_up: ExpertWeight,
-        down: ExpertWeight,
-        expert: Tensor,
-        weight: Tensor,
-        counted: tuple[Tensor, Tensor],
+        self, x: Tensor, gate_up: ExpertWeight, down: ExpertWeight, expert: Tensor, weight: Tensor
     ) -> Tensor:
-        """Returns what ``expert_mlps`` returns. ``gate_up`` and ``down`` hold only this rank's experts.
-
-        Args:
-            weight: [N, k] fp32 or wider.
-            counted: the result of ``count``.
-        """
+        """Returns what ``expert_mlps`` returns. ``gate_up`` and ``down`` hold only this rank's experts."""
 
 
 def expert_mlps(

@@ -110,13 +110,18 @@ def copy_rows(x: Tensor, index: Tensor, num_rows: int) -> Tensor:
         x: [n, d].
         index: [n, w] integers that name each of the rows once; -1 names none.
     """
+    out = x.new_empty(num_rows, x.shape[1])
+    write_copies(x, index, out)
+    return out
+
+
+def write_copies(x: Tensor, index: Tensor, out: Tensor) -> None:
+    """Writes row i of x to each of the rows ``index[i]`` of out; -1 names none."""
     if _use_kernels(x):
-        out = x.new_empty(num_rows, x.shape[1])
         _launch_rows(_copy_rows_kernel, x, index, out)
-        return out
+        return
     is_named = index >= 0
-    row = is_named.nonzero()[:, 0]
-    return x[row.new_empty(num_rows).scatter(0, index[is_named].long(), row)]
+    out[index[is_named].long()] = x[is_named.nonzero()[:, 0]]
 
 
 @as_operator
@@ -127,15 +132,21 @@ def sum_rows(x: Tensor, index: Tensor) -> Tensor:
         x: [any, d].
         index: [n, w] integers, rows of x; -1 adds nothing.
     """
+    out = x.new_empty(len(index), x.shape[1])
+    write_sums(x, index, out)
+    return out
+
+
+def write_sums(x: Tensor, index: Tensor, out: Tensor) -> None:
+    """Writes what ``sum_rows`` returns to out."""
     if _use_kernels(x):
-        out = x.new_empty(len(index), x.shape[1])
         _launch_rows(_sum_rows_kernel, x, index, out)
-        return out
+        return
     total = x.new_zeros(len(index), x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
     padded = F.pad(x, (0, 0, 0, 1))  # the row -1 is 0
     for rows in index.unbind(1):
         total += padded[rows]
-    return total.to(x.dtype)
+    out.copy_(total)
 
 
 @as_operator

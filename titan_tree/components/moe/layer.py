@@ -102,10 +102,6 @@ class MoE(nn.Module):
         if forced_experts is not None:
             expert = torch.where(forced_experts >= 0, forced_experts.to(expert.dtype), expert)
         is_chosen = torch.zeros_like(probability, dtype=torch.bool).scatter(1, expert, True)
-        dispatcher = self.experts.dispatcher
-        counted = None if dispatcher is None else dispatcher.count(is_chosen)
-
-        # All of this runs while ranks exchange the counts.
         if self.norm_topk_prob:  # a softmax over the chosen, because all their probabilities may underflow
             weight = logits.gather(1, expert).softmax(-1)
         else:
@@ -123,10 +119,11 @@ class MoE(nn.Module):
             shared = torch.sigmoid(gate) * self.shared_expert(x)
 
         gate_up, down = (self.experts.weight(name, x.dtype) for name in ("gate_up_proj", "down_proj"))
-        if dispatcher is None or counted is None:
+        dispatcher = self.experts.dispatcher
+        if dispatcher is None:
             out = expert_mlps(x, gate_up, down, expert, weight, is_chosen.sum(0))
         else:
-            out = dispatcher(x, gate_up, down, expert, weight, counted)
+            out = dispatcher(x, gate_up, down, expert, weight)
         out = out if shared is None else out + shared
         return out, routing, expert.to(torch.int16)
 
