@@ -31,7 +31,7 @@ BENCHES = {  # name -> summary; a module is imported only when it runs
     "trl": "a step of TRL's GRPO trainer on trees, beside the trainer itself",
 }
 ELSEWHERE = {  # former name -> what to do instead
-    "sequence": "run ranks --way alone tokens",
+    "sequence": "run python -m benchmarks ranks --way alone tokens",
     "real": "run titan-tree bench real",
     "samples": "docs/log/2026-11-23-data.md has its results",
     "input": "docs/log/2026-11-23-data.md has its results",

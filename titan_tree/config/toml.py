@@ -49,6 +49,8 @@ FORMER = {
     "metrics.tensorboard": 'was replaced by metrics.loggers, a list of names: add or remove "tensorboard"',
     "model.gdn": "was replaced by model.recurrence",
     "rl.server.api": "was removed; delete it, and serve the model with vLLM: SGLang is not supported",
+    "parallel.reshard_after_forward": "was removed; delete it: weights are gathered once per step with "
+    'parallel.reduce_gradients = "last", and in each pass with "every"',
     "training.float8": "was removed; delete it: linears compute in training.dtype, by default bfloat16",
 }
 # Other names of keys in the same table. ``dump_config`` writes the key.

@@ -1,12 +1,9 @@
 """Controls FSDP2's communication within an optimizer step, and casts the weights that FSDP2 does not gather.
 
 FSDP2 gathers the weights of a block before each forward pass and sums gradients over ranks in each backward
-pass. That requires every rank to run the same sequence of passes. ``GradientSync`` makes FSDP2 communicate
-less often in two cases:
-
-- Micro-batches: gradients accumulate on each rank, and only the last backward pass sums them over ranks.
-- Partitions: ranks run different numbers of passes. Weights are gathered in the first forward pass and kept
-  until the last backward pass, so that no pass in between communicates.
+pass. ``GradientSync`` can make it communicate once per step: weights are gathered in the first forward pass
+and kept until the last backward pass, and only that pass sums gradients over ranks. Passes in between run at
+the speed of one GPU, and ranks may run different numbers of them.
 
 A single rank trains a plain model without FSDP2. ``GradientSync`` then does nothing, and ``cast_weights``
 replaces FSDP2's mixed precision: it casts each weight once per step. It does the same for experts that only
@@ -32,17 +29,10 @@ class GradientSync:
 
     Args:
         model: plain, or sharded by ``parallelize``.
-        reshard_after_forward: whether a block frees its gathered weights after a forward pass if they
-            are not held; the argument of ``parallelize``.
     """
 
-    def __init__(self, model: TreeModel, reshard_after_forward: bool) -> None:
-        self.root, self.reshard_after_forward = model.root, reshard_after_forward
-
-    def sum_in_backward(self, enabled: bool) -> None:
-        """Sets whether the following backward passes sum gradients over ranks or only accumulate them."""
-        if isinstance(self.root, FSDPModule):
-            self.root.set_requires_gradient_sync(enabled)
+    def __init__(self, model: TreeModel) -> None:
+        self.root = model.root
 
     def hold(self, enabled: bool = True) -> None:
         """Keeps gathered weights, and sums no gradients, until ``release``.
@@ -54,7 +44,7 @@ class GradientSync:
             self.root.set_requires_gradient_sync(not enabled)
             self.root.set_reshard_after_backward(not enabled)
             self.root.set_is_last_backward(not enabled)
-            self.root.set_reshard_after_forward(self.reshard_after_forward and not enabled)
+            self.root.set_reshard_after_forward(not enabled)
             # Weights outside of all other units are needed again in the backward pass, at once.
             self.root.set_reshard_after_forward(False, recurse=False)
 

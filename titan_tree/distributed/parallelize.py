@@ -44,7 +44,6 @@ def parallelize(
     unsharded: Collection[nn.Parameter] = (),
     activation_checkpoint: ActivationCheckpoint = "none",
     compile: bool = False,
-    reshard_after_forward: bool = True,
     replicate: int = 1,
     sequence_parallel: int = 1,
     expert_parallel: int = 1,
@@ -74,8 +73,6 @@ def parallelize(
             only the outputs of expensive operators, "full" only the input of the block.
         compile: compiles each block and the last norm. Blocks of a kind share their graphs, and one graph
             serves all batch sizes except 0 and 1.
-        reshard_after_forward: whether FSDP2 frees the gathered weights of a block between its forward and
-            its backward pass.
         replicate: number of replicas of the weights. FSDP2 shards each over the other ranks and sums
             gradients over replicas (HSDP).
         sequence_parallel: number of adjacent ranks that share the tokens of each tree.
@@ -100,7 +97,7 @@ def parallelize(
     if compile:
         compile_modules(model, (*_blocks(model), model.last_norm))
     if mesh.size() > 1:
-        _fully_shard(model, meshes, dtype, reshard_after_forward, unsharded)
+        _fully_shard(model, meshes, dtype, unsharded)
     return model
 
 
@@ -157,7 +154,6 @@ def _fully_shard(
     model: TreeModel,
     meshes: Meshes,
     dtype: torch.dtype,
-    reshard_after_forward: bool,
     unsharded: Collection[nn.Parameter],
 ) -> None:
     """Applies FSDP2 to each block and to the rest of the model, except for the weights ``unsharded``."""
@@ -171,12 +167,11 @@ def _fully_shard(
     for block in _blocks(model):
         if (experts := meshes.experts) is not None:
             sharing = experts[tuple(name for name in experts.mesh_dim_names or () if name != "ep")]
-            ignored |= fully_shard_experts(block, sharing, precision, reshard_after_forward)
+            ignored |= fully_shard_experts(block, sharing, precision)
         fully_shard(
             block,
             mesh=meshes.fsdp,
             mp_policy=precision,
-            reshard_after_forward=reshard_after_forward,
             ignored_params=ignored,
         )
     fully_shard(model, mesh=meshes.fsdp, mp_policy=precision, ignored_params=ignored)

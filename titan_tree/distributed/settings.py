@@ -90,9 +90,8 @@ class ParallelConfig(Checked, table="parallel"):
     The ranks of a replica may also share the tokens of each tree, and the experts.
     """
 
-    reshard_after_forward: bool = True  # Free the gathered weights of a block until its backward pass.
-    # Reduce gradients after the "last" or after "every" micro-batch. "last" keeps 4 bytes per parameter on
-    # every rank.
+    # Reduce gradients after the "last" or after "every" micro-batch. "last" gathers weights once per step. It
+    # keeps 6 bytes per parameter on every rank. "every" gathers weights in each pass.
     reduce_gradients: Literal["last", "every"] = "last"
     # Number of replicas (HSDP). Each holds all weights, sharded over its ranks. One replica per machine needs
     # less communication between machines.

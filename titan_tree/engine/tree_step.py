@@ -58,12 +58,12 @@ logger = logging.getLogger(__name__)
 class TreeStep:
     """Accumulates the gradient of the loss over a global batch of trees into ``parameter.grad``.
 
-    FSDP2 communicates within each forward and backward pass, so all ranks must run the same ones. Without
-    partitions, all ranks run equally many forward passes: ranks with fewer micro-batches run dummy batches,
-    whose loss is zero. With partitions, ranks run different numbers of passes. FSDP2 then gathers all
-    parameters in the first forward pass and sums gradients in the last backward pass. Expert-parallel ranks
-    communicate in every pass, so their schedules are made equal (schedule.py). Sequence-parallel ranks run
-    the same trees, and so the same passes.
+    FSDP2 gathers all weights in the first forward pass of a step, and sums gradients in the last backward
+    pass; or it does both for every micro-batch, see ``reduce_gradients``. All ranks run equally many forward
+    passes if there are no partitions: ranks with fewer micro-batches run dummy batches, whose loss is zero.
+    With partitions, ranks run different numbers of passes. Expert-parallel ranks communicate in every pass,
+    so their schedules are made equal (schedule.py). Sequence-parallel ranks run the same trees, and so the
+    same passes.
 
     Args:
         model: a titan_tree model, plain or parallelized.
@@ -71,9 +71,9 @@ class TreeStep:
         device: the device of the model.
         partitioner: splits micro-batches into partitions. None runs each micro-batch in one forward pass.
         activations: stores the activations of suspended partitions. None keeps them on the device.
-        reduce_gradients: when FSDP2 sums gradients over ranks: after the "last" micro-batch (keeps an
-            unsharded fp32 gradient on each rank) or after "every" one (not possible with partitions).
-        reshard_after_forward: FSDP2's setting for steps without partitions.
+        reduce_gradients: when FSDP2 sums gradients over ranks. After the "last" micro-batch, which keeps
+            unsharded weights, and fp32 gradients, on each rank during the step. Or after "every" one, which
+            frees the weights after each forward and backward pass; not possible with partitions.
         router_loss: the router losses of a model with experts. None adds none.
     Raises:
         UserError: there is a router_loss without experts, or expert-parallel ranks would offload activations.
@@ -87,7 +87,6 @@ class TreeStep:
         partitioner: TreePartitioner | None = None,
         activations: Activations | None = None,
         reduce_gradients: str = "last",
-        reshard_after_forward: bool = True,
         router_loss: RouterLoss | None = None,
     ) -> None:
         self.router_loss = router_loss or RouterLoss()
@@ -102,7 +101,7 @@ class TreeStep:
         if model.communicates:
             self.activations.check_lockstep()
         self.reduce_gradients = reduce_gradients
-        self._gradient_sync = GradientSync(model, reshard_after_forward)
+        self._gradient_sync = GradientSync(model)
         self._has_warned = False
 
     def preparer(self) -> PrepareStep:
@@ -158,7 +157,7 @@ class TreeStep:
         statistics = GlobalStatistics(moments=total.advantage_moments, newest_version=total.newest_version)
         losses = LossSum(self.loss, total.normalizer, statistics, self.device)
         extra_tokens = 0  # of forward passes besides those of the train passes
-        self._gradient_sync.hold(total.is_partitioned)
+        self._gradient_sync.hold(self._is_held(total))
         with _out_of_memory_as_user_error(total), cast_weights(self.model):
             if RouterLossSum.needs_count(self.router_loss, total.is_partitioned, total.max_micro_batches):
                 assert routing is not None
@@ -254,12 +253,14 @@ class TreeStep:
         """Returns the outputs of a micro-batch without gradients, with the scores that the loss needs."""
         return forward_passes(self.model, batches, self.device, entropy=self.loss.needs_entropy)
 
+    def _is_held(self, total: StepCounts) -> bool:
+        """Returns whether FSDP2 communicates once per step."""
+        return total.is_partitioned or self.reduce_gradients == "last"
+
     def _train(
         self, batches: Sequence[TreeBatch], loss: MicroBatchLoss, total: StepCounts, is_last: bool
     ) -> int:
         """Runs the forward and backward passes of a micro-batch. Returns the number of recomputed tokens."""
-        if not total.is_partitioned:
-            self._gradient_sync.sum_in_backward(is_last or self.reduce_gradients == "every")
         return train_micro_batch(
             self.model,
             batches,
@@ -267,7 +268,7 @@ class TreeStep:
             self.device,
             entropy=self.loss.needs_entropy,
             activations=self.activations,
-            before_last_backward=self._gradient_sync.release if total.is_partitioned and is_last else None,
+            before_last_backward=self._gradient_sync.release if is_last and self._is_held(total) else None,
         )
 
     def _result(

@@ -121,7 +121,9 @@ class TreeEngine(FSDPEngineWithLMHead):
             loss,
             get_device_id(),
             None if budget is None else TreePartitioner("auto", budget),
-            reshard_after_forward=self.engine_config.reshard_after_forward,
+            reduce_gradients="every"
+            if budget is None and self.engine_config.reshard_after_forward
+            else "last",
         )
         prepared = step.prepare([[rows.tree]])
         if forward_only:

@@ -55,7 +55,6 @@ def build_tree_step(config: Config, model: TreeModel, loss: TreeLoss, device: to
         partitioner,
         activations=build_activations(partition, device),
         reduce_gradients=config.parallel.reduce_gradients,
-        reshard_after_forward=config.parallel.reshard_after_forward,
         router_loss=config.router_loss,
     )
 

@@ -76,7 +76,6 @@ def _parallelize_and_load(
         unsharded=unsharded,
         activation_checkpoint=training.activation_checkpoint,
         compile=training.compile,
-        reshard_after_forward=parallel.reshard_after_forward,
         replicate=parallel.replicate,
         sequence_parallel=parallel.sequence_parallel,
         expert_parallel=parallel.expert_parallel,

@@ -176,7 +176,7 @@ def score_trees(
         forwards = _in_lockstep(model, call_on_all_ranks(lambda: list(forwards)))
     if not torch.is_grad_enabled():
         # A partitioned step keeps weights gathered.
-        GradientSync(model, reshard_after_forward=True).hold(False)
+        GradientSync(model).hold(False)
     scores_by_tree: list[list[PathScores]] = [[] for _ in trees]
     with nullcontext() if torch.is_grad_enabled() else cast_weights(model):
         for forward in forwards:

@@ -143,7 +143,7 @@ class MemoryPlan:
 
     def cast_weights(self) -> int:
         """Returns the number of parameters of a rank in the dtype of the computation."""
-        if self.gpus == 1 or self.is_partitioned or not self.config.parallel.reshard_after_forward:
+        if self.gpus == 1 or self.is_partitioned or self.config.parallel.reduce_gradients == "last":
             return self.size  # without FSDP2, all weights are cast once a step
         layers, in_experts = self.layer_sizes, 0
         if self.config.parallel.expert_parallel == self.gpus:  # FSDP2 ignores experts of a single rank

@@ -67,7 +67,7 @@ def experts_of(model: nn.Module) -> list[Experts]:
 
 
 def fully_shard_experts(
-    block: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, reshard_after_forward: bool
+    block: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy
 ) -> set[nn.Parameter]:
     """Applies FSDP2 over ``mesh`` to the experts of a block. Call it before FSDP2 is applied to the block.
 
@@ -88,7 +88,6 @@ def fully_shard_experts(
             experts,
             mesh=mesh,
             mp_policy=precision,
-            reshard_after_forward=reshard_after_forward,
             shard_placement_fn=lambda _: Shard(1),
         )
         # ``experts`` is never called as a module, and FSDP2's hooks would break the graph of the block.
