@@ -177,7 +177,7 @@ def measure(
     num_paths = torch.ones(args.tokens, device=device)
     runs: dict[str, Callable[[], Tensor]] = {}
     for name, layer in layers.items():
-        compiled = torch.compile(layer, disable=args.no_compile)
+        compiled = torch.compile(layer, disable=args.no_compile, fullgraph=isinstance(layer, MoE))
         runs[name] = partial(forward, compiled, x, num_paths if isinstance(layer, MoE) else None)
 
     def step(name: str) -> tuple[Tensor, ...]:

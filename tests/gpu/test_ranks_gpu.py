@@ -93,8 +93,8 @@ def test_supervised_training_equals_one_gpu(name: str, tmp_path: Path) -> None:
     assert_same_run(many, train(config(tmp_path / "one", CASES[name], **ALONE)))
 
 
-@pytest.mark.xdist_group("compiled")  # beside the other tests, because compilation takes minutes
-@pytest.mark.parametrize("name", COMPILED)
+# All at once, because compilation takes minutes.
+@pytest.mark.parametrize("name", [pytest.param(c, marks=pytest.mark.xdist_group(c)) for c in COMPILED])
 def test_bf16_compiled_equals_eager(name: str, tmp_path: Path) -> None:
     """Losses and gradient norms of four steps on partitioned trees agree within the rounding of bf16."""
     options = {"training__dtype": "bfloat16", "data__max_tokens": 40, **COMPILED[name]}
@@ -199,6 +199,7 @@ def train_with_trl(rank: int, ports: list[int], folder: Path, wrapper: str) -> N
         assert two == pytest.approx(one, rel=1e-6)
 
 
+@pytest.mark.xdist_group("libraries")
 @pytest.mark.parametrize("wrapper", ["DistributedDataParallel", "FSDP"])
 def test_trl_on_trees_equals_one_gpu_and_the_stock_trainers(tmp_path: Path, wrapper: str) -> None:
     """SFT, whose losses equal those of one GPU, and GRPO.
@@ -221,6 +222,7 @@ def train_with_lightning(rank: int, ports: list[int], made: Config, folder: Path
         fit(made, lightning_trainer(folder, accelerator="auto", devices=2, strategy=strategy))
 
 
+@pytest.mark.xdist_group("libraries")
 def test_lightning_equals_the_trainer_on_one_gpu(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     from tests.support.lightning_run import expected, logged
