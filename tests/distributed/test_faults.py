@@ -54,7 +54,7 @@ def fail_in_step_3(rank: int, ports: list[int], folder: Path, fault: Callable[[]
 
 
 def inject(trainer: Trainer, fault: Callable[[], None]) -> None:
-    send, forward = exchange.start_all_to_all, trainer.model.forward
+    send, forward = exchange._start_all_to_all, trainer.model.forward
 
     def faulty(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ def inject(trainer: Trainer, fault: Callable[[], None]) -> None:
         return call
 
     if trainer.model.experts:
-        exchange.start_all_to_all = faulty(send)
+        exchange._start_all_to_all = faulty(send)
     else:
         trainer.model.forward = faulty(forward)  # type: ignore[method-assign]
 
@@ -84,7 +84,7 @@ def wait_and_kill(ranks: mp.ProcessContext, file: Path) -> None:
     ("fault", "model", "reason"),
     [
         (die, "qwen3", "Connection (closed|reset) by peer"),
-        (hang, "qwen3_moe", "Timed out waiting 2000ms"),
+        (hang, "qwen3_moe", "(Timed out waiting 2000ms|Application timeout caused pair closure)"),
         (run_out_of_memory, "qwen3_moe", "Connection (closed|reset) by peer"),
     ],
 )

@@ -92,7 +92,8 @@ def failures_named(
 
 def is_lost_rank(error: BaseException) -> bool:
     """Returns whether a collective failed because another rank has ended or did not come in time."""
-    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
+    text = str(error)  # gloo's name is missing if another collective of this rank has timed out first
+    return isinstance(error, dist.DistError) or "/gloo/" in text or "pair closure" in text
 
 
 def lost_rank_reason(error: BaseException) -> str:

@@ -144,7 +144,7 @@ def gather_tokens(
     assert weight.element_size() >= 4, "numbers of experts travel in the weight's dtype"
     (num_tokens, top_k), of = expert.shape, named_group(group)
     lengths = torch.empty(of.size(), dtype=torch.int64)
-    dist.all_gather_into_tensor(lengths, torch.tensor([num_tokens]), group=of)
+    dist.all_gather(list(lengths.split(1)), torch.tensor([num_tokens]), group=of)
     own = torch.cat([expert.to(weight.dtype), weight], 1)
     others, choices_arrive = start_to_send(own, lengths, group)
     rows, rows_arrive = start_to_send(x, lengths, group)
