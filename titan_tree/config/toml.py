@@ -217,6 +217,8 @@ def _read_argument(argument: Override) -> tuple[str, Table]:
         raise UserError(f"{source}: the value is not valid YAML") from None
     # YAML spells these numbers .inf and .nan, but Python and TOML do not.
     value = float(text) if text in ("inf", "-inf", "nan") else parsed["value"]
+    if text == "off":  # false in YAML 1.1, but a value of some keys
+        value = text
     return source, _nested(names, value)
 
 
