@@ -16,7 +16,7 @@ from titan_tree.data.token_store import STORED
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.routed_experts import Replay, has_experts, split_keys
-from titan_tree.tree.token_tree import TokenTree, common_prefix, lexicographic_order
+from titan_tree.tree.token_tree import TokenTree, common_prefix, lexicographic_order, merge_keys
 
 T = TypeVar("T")
 MicroBatches = list[list[TokenTree]]
@@ -61,10 +61,10 @@ def longest_path(paths: Sequence[TokenPath]) -> list[TokenPath]:
             "paths; set data.paths = 'all'"
         )
     longest = max(range(len(paths)), key=lambda i: len(paths[i]))
-    tokens = paths[longest].tokens
+    keys, _ = merge_keys(paths)
     by_length: dict[int, int] = {}
     for i in [*reversed(range(longest + 1)), *range(longest + 1, len(paths))]:
-        if np.array_equal(paths[i].tokens, tokens[: len(paths[i])]):
+        if _is_prefix(keys[i], keys[longest]):
             by_length.setdefault(len(paths[i]), i)
     return [paths[i] for i in sorted(by_length.values())]
 
@@ -98,8 +98,9 @@ def merged_trees(paths: Sequence[TokenPath], max_tokens: int, replay: Replay = "
     ``max_tokens`` becomes a tree of its own, together with its prefixes: no cut makes a leaf of a prefix.
     """
     runs: list[list[int]] = []
-    splits = replay == "split" and any(map(has_experts, paths))
-    keys = split_keys(paths) if splits else [path.tokens for path in paths]
+    keys, _ = merge_keys(paths)
+    if replay == "split" and any(map(has_experts, paths)):
+        keys = split_keys(paths, keys)
     size, previous = 0, np.empty(0, np.int32)
     for p in lexicographic_order(keys):
         added = len(keys[p]) - common_prefix(previous, keys[p])
@@ -158,7 +159,8 @@ def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 class UngroupedLines:
     """Compares the trees of lines without a group_id with one tree of all these lines.
 
-    Lines with trajectories and groups of a token store do not count, because they are groups already.
+    Lines with trajectories and groups of a token store do not count, because they are groups already. Nor do
+    lines with images, whose tokens do not tell what they share.
     """
 
     def __init__(self) -> None:
@@ -171,7 +173,7 @@ class UngroupedLines:
         """Adds the tree of a group, if the group is a line without a group_id."""
         _, record = group.records[0]
         is_group = record.get("group_id") is not None or "trajectories" in record or STORED in record
-        if self._is_full or is_group:
+        if self._is_full or is_group or tree.images:
             return
         parents = set(tree.node_parent.tolist())
         by_node = dict(zip(tree.path_node.tolist(), tree.paths, strict=True))

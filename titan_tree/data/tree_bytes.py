@@ -3,7 +3,8 @@
     length of the JSON | JSON | array | array | ...
 
 The JSON names the arrays and says how the fields of the paths are stored. A path's tokens follow from the
-tree, and runs of equal numbers are stored once, so a tree takes much less room than its paths.
+tree, and runs of equal numbers and equal images are stored once, so a tree takes much less room than its
+paths.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from titan_tree.errors import UserError
+from titan_tree.tree.images import Image
 from titan_tree.tree.path_fields import SamplingMask
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.routed_experts import RoutedExperts
@@ -30,7 +32,8 @@ TREE_ARRAYS = (
     "node_paths",
     "path_node",
 )
-PATH_FIELDS = tuple(field.name for field in dataclasses.fields(TokenPath) if field.name != "tokens")
+OWN_KINDS = ("tokens", "images")  # fields of a path that are not stored like the others
+PATH_FIELDS = tuple(f.name for f in dataclasses.fields(TokenPath) if f.name not in OWN_KINDS)
 ALIGNMENT = 64  # every array, of trees, token stores and steps, begins at a multiple of so many bytes
 
 
@@ -53,11 +56,26 @@ def tree_to_bytes(tree: TokenTree) -> bytes:
     counts: list[int] = []
     if tree.routed_experts is not None:
         arrays["records"], *counts = tree.routed_experts
+    images = {}
+    if tree.image_row is not None:
+        arrays["image_row"] = tree.image_row
+        arrays |= {f"image.{number}": image.pixels for number, image in enumerate(tree.images)}
+        number_of = {image.key: number for number, image in enumerate(tree.images)}
+        images = {
+            "patch": [image.patch for image in tree.images],
+            "of_paths": [[(start, number_of[i.key]) for start, i in path.images] for path in tree.paths],
+        }
     locations, offset = {}, 0
     for name, array in arrays.items():
         locations[name] = [array.dtype.str, array.shape, offset]
         offset += array.nbytes + len(padding(array.nbytes))
-    description = {"fields": fields, "arrays": locations, "records": counts, "is_rest": not tree.is_counted}
+    description = {
+        "fields": fields,
+        "arrays": locations,
+        "records": counts,
+        "images": images,
+        "is_rest": not tree.is_counted,
+    }
     line = json.dumps(description).encode()
     out = bytearray(struct.pack("<Q", len(line)) + line)
     for array in arrays.values():
@@ -76,12 +94,20 @@ def tree_from_bytes(content: bytes | memoryview) -> TokenTree:
     tree["is_counted"] = not description.get("is_rest", False)
     if counts := description.get("records"):
         tree["routed_experts"] = RoutedExperts(arrays.pop("records"), *counts)
+    images = description.get("images") or {"patch": [], "of_paths": [[]] * len(tree["path_node"])}
+    if images["patch"]:
+        pixels = [arrays.pop(f"image.{number}") for number in range(len(images["patch"]))]
+        tree["images"] = tuple(map(Image, pixels, images["patch"]))
+        tree["image_row"] = arrays.pop("image_row")
     path_index, path_offsets = _path_index(tree)
     flat = tree["tokens"][path_index]
-    fields = {"tokens": np.split(flat, path_offsets[1:-1])}
+    fields: dict[str, list[Any]] = {"tokens": np.split(flat, path_offsets[1:-1])}
     for name in PATH_FIELDS:
         stored = description["fields"].get(name, {"kind": "none"})  # older token stores lack newer fields
         fields[name] = _decode(name, stored, arrays, path_offsets)
+    fields["images"] = [
+        tuple((start, tree["images"][number]) for start, number in of_path) for of_path in images["of_paths"]
+    ]
     paths = [_trusted_path(values) for values in zip(*fields.values(), strict=True)]
     return TokenTree(**tree, paths=tuple(paths), path_index=path_index, path_offsets=path_offsets)
 
@@ -163,7 +189,7 @@ def _path_index(tree: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 def _trusted_path(values: tuple[object, ...]) -> TokenPath:
     """Returns a path of values that a TokenPath had before: they need no checks."""
     path = object.__new__(TokenPath)
-    for name, value in zip(("tokens", *PATH_FIELDS), values, strict=True):
+    for name, value in zip(("tokens", *PATH_FIELDS, "images"), values, strict=True):
         setattr(path, name, value)
     return path
 

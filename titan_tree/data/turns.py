@@ -17,7 +17,7 @@ import numpy as np
 
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_tree import lexicographic_trie
+from titan_tree.tree.token_tree import lexicographic_trie, merge_keys
 
 # A function (turns, **options) -> one array of advantages per path; advantages.py has some.
 Estimator = Callable[..., list[np.ndarray]]
@@ -68,7 +68,7 @@ class Turns:
     @cached_property
     def turns(self) -> list[Turn]:
         """All turns, path after path."""
-        index, _ = lexicographic_trie([path.tokens for path in self.paths])
+        index, _ = lexicographic_trie(merge_keys(self.paths)[0])
         return [
             Turn(p, start, end, int(tokens[start - 1]), (int(tokens[start - 1]), int(tokens[end - 1])))
             for p, (path, tokens) in enumerate(zip(self.paths, index, strict=True))

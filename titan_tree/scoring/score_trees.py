@@ -100,7 +100,9 @@ def tree_logprobs(
         TokenPath(np.asarray(tokens), id=str(i), temperature=temperature)
         for i, tokens in enumerate(token_lists)
     ]
-    limits = ModelLimits(model.config.max_position_embeddings, model.config.vocab_size)
+    limits = ModelLimits(
+        model.config.max_position_embeddings, model.config.vocab_size, images=model.image_limits
+    )
     for path in paths:
         path.check_limits(limits)
     path_scores = _score_one_tree(model, paths, max_tokens, routed_experts=return_routed_experts)
@@ -116,6 +118,8 @@ def score_paths(
 ) -> list[PathScores]:
     """Returns the scores of all tokens of ``paths``, at each path's temperature and over its sampling mask.
 
+    Tokens of images have no scores.
+
     Args:
         model: may be sharded over ranks. Every rank then makes the same call, with its own paths.
         paths: paths in any order. Their loss masks have no effect.
@@ -123,10 +127,25 @@ def score_paths(
         entropies: also return the entropies of the distributions.
     """
     whole = [
-        TokenPath(path.tokens, temperature=path.temperature, sampling_mask=path.sampling_mask, id=path.id)
+        TokenPath(
+            path.tokens,
+            _text_mask(path),
+            temperature=path.temperature,
+            sampling_mask=path.sampling_mask,
+            id=path.id,
+            images=path.images,
+        )
         for path in paths
     ]
     return _score_one_tree(model, whole, max_tokens, entropies=entropies)
+
+
+def _text_mask(path: TokenPath) -> np.ndarray:
+    """Returns a loss mask that counts all tokens but those of images."""
+    mask = np.ones(len(path), np.float32)
+    for start, image in path.images:
+        mask[start : start + len(image)] = 0
+    return mask
 
 
 def _score_one_tree(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_tree.errors import require_list
+from titan_tree.errors import UserError, require_list
 from titan_tree.tree.chunks import make_chains, make_chunks
 from titan_tree.tree.gateway import (
     NO_CACHE_ROWS,
@@ -129,6 +129,9 @@ class TreeBatch:
     edge_support: Tensor | None = None
     # [L, N, k] int16: forced experts of each layer; -1: the router chooses
     routed_experts: Tensor | None = None
+    image_row: Tensor | None = None  # [N] int64: row among those of all ``pixels`` of the plan; -1: text
+    # [H, W, 3] uint8 per distinct image of all batches of the plan; only the plan's first batch has them
+    pixels: tuple[Tensor, ...] = ()
     parent: int = -1  # number of the parent partition's batch in the plan; -1: none
     cache_offset: CacheRows = NO_CACHE_ROWS  # rows of the gateway cache that this partition can read
     is_dummy: bool = False  # no path runs here: the batch only takes part in communication and adds nothing
@@ -180,7 +183,7 @@ class TreeBatch:
         for chosen in edges_of:
             own_number[chosen] = np.arange(len(chosen))
         accesses = gateway_accesses(tree, plan.partitions) if num > 1 else [None]
-        batches = []
+        batches: list[TreeBatch] = []
         for i, (partition, access) in enumerate(zip(plan.partitions, accesses, strict=True)):
             batches.append(
                 TreeBatch(
@@ -194,6 +197,9 @@ class TreeBatch:
                     edge_temperature=_tensor_or_none(tree_edges.temperature, edges_of[i]),
                     edge_support=_support(tree_edges.mask, edges_of[i]),
                     routed_experts=_routed_experts(tree, partition),
+                    image_row=_image_row(tree, partition),
+                    # A copy, because the pixels may lie in read-only memory.
+                    pixels=() if batches else tuple(torch.tensor(image.pixels) for image in tree.images),
                     parent=partition.parent,
                     cache_offset=NO_CACHE_ROWS if access is None else access.cache_offset,
                 )
@@ -275,6 +281,12 @@ def _routed_experts(tree: TokenTree, partition: Partition) -> Tensor | None:
     return torch.from_numpy(tree.routed_experts.experts[partition.own_tokens].swapaxes(0, 1).copy())
 
 
+def _image_row(tree: TokenTree, partition: Partition) -> Tensor | None:
+    if tree.image_row is None:
+        return None
+    return torch.from_numpy(tree.image_row[partition.own_tokens].astype(np.int64))
+
+
 def _support(mask: SamplingMask | None, edges: np.ndarray) -> Tensor | None:
     """Returns ``edge_support`` of the chosen ``edges``."""
     if mask is None:
@@ -301,7 +313,7 @@ def _layout(tree: TokenTree, partition: Partition, access: GatewayAccess | None)
     chunks = make_chunks(predecessor, no_exports if access is None else access.state_exports)
     num_paths = np.repeat(tree.node_paths, tree.node_length)[partition.own_tokens]
     layout = TreeLayout(
-        positions=torch.from_numpy(tree.positions[partition.own_tokens].astype(np.int32)),
+        positions=torch.from_numpy(tree.rope_positions[..., partition.own_tokens].astype(np.int32)),
         subtree_end=torch.from_numpy(partition.subtree_end),
         key_index=torch.from_numpy(partition.key_index),
         predecessor=torch.from_numpy(predecessor),
@@ -331,6 +343,8 @@ def _map(record: B, function: Callable[[Tensor | TreeLayout], object]) -> B:
     def mapped(value: object) -> object:
         if isinstance(value, Tensor | TreeLayout):
             return function(value)
+        if type(value) is tuple:
+            return tuple(map(mapped, value))
         return _map(value, function) if isinstance(value, PathPairs) else value
 
     values: dict[str, Any] = {
@@ -376,9 +390,17 @@ class TokenShard(NamedTuple):
         """Returns this rank's shard of a batch. Edges keep their order and their ``edge_number``.
 
         ``n_logical`` stays that of the whole batch.
+
+        Raises:
+            UserError: the batch has images, whose rows shards cannot divide.
         """
         if self.num_ranks == 1:
             return batch
+        if batch.image_row is not None:
+            raise UserError(
+                f"images: expected none, because {self.num_ranks} ranks divide the tokens of a batch, got a "
+                "batch with images; set parallel.sequence_parallel = 1"
+            )
         tokens = self.tokens(len(batch))
         is_own = (batch.edge_source >= tokens.start) & (batch.edge_source < tokens.stop)
         layout, routed = batch.layout, batch.routed_experts
@@ -390,7 +412,7 @@ class TokenShard(NamedTuple):
         return dataclasses.replace(
             batch,
             tokens=batch.tokens[tokens],
-            layout=dataclasses.replace(layout, positions=layout.positions[tokens], num_paths=num_paths),
+            layout=dataclasses.replace(layout, positions=layout.positions[..., tokens], num_paths=num_paths),
             edge_source=batch.edge_source[is_own] - tokens.start,
             edge_label=batch.edge_label[is_own],
             edge_number=batch.edge_number[is_own],

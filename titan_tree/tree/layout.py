@@ -40,7 +40,7 @@ class TreeLayout:
     7 sees xx....x
     """
 
-    positions: Tensor  # [N] int32: position on the path, for rotary embeddings
+    positions: Tensor  # [N] int32: position on the path, for rotary embeddings; [3, N] with images
     subtree_end: Tensor  # [M] int32: exclusive end of each key's subtree, in key columns
     key_index: Tensor  # [N] int32, strictly increasing: the key column of each query
 

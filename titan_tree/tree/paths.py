@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from titan_tree.errors import UserError, shorten
+from titan_tree.tree.images import Image, ImageLimits, PathImages, path_images
 from titan_tree.tree.path_fields import (
     FLOAT32_MAX,
     SamplingMask,
@@ -46,6 +47,7 @@ class ModelLimits(NamedTuple):
     max_positions: int | None = None  # tokens of the longest path
     vocab_size: int | None = None  # token ids are smaller
     experts: ExpertSizes | None = None  # sizes that recorded experts must have
+    images: ImageLimits | None = None
 
 
 @dataclass(slots=True, init=False)
@@ -94,6 +96,9 @@ class TokenPath:
         rollout_tokens: sum of ``loss_tokens`` over all paths of the rollout that this path is part of, see
             ``join_rollout``. Default: this path is a rollout of its own. For the reduction
             "rollout_token_mean".
+        images: (index of the image's first token, Image) of each image, in order. An image takes the place
+            of ``len(image)`` tokens, which all have one placeholder id and loss mask 0. Paths share image
+            tokens if they are the same part of equal images, see tree/images.py. Stored as a tuple.
 
     Attributes:
         edge_weight: [T] float32, set by ``TokenTree.weigh_edges``: the sum of weight * loss_mask over all
@@ -121,6 +126,7 @@ class TokenPath:
     edge_weight: np.ndarray | None = field(init=False)
     is_first: np.ndarray | None = field(init=False)
     sampling_mask: SamplingMask | None
+    images: PathImages
 
     def __init__(
         self,
@@ -142,6 +148,7 @@ class TokenPath:
         shifted_old_logprobs: Logprobs | None = None,
         shifted_ref_logprobs: Logprobs | None = None,
         shifted_rollout_logprobs: Logprobs | None = None,
+        images: Sequence[tuple[int, Image]] | None = None,
     ) -> None:
         self.id, self.edge_weight, self.is_first = id, None, None
         with self._named_errors():
@@ -167,6 +174,7 @@ class TokenPath:
             self.sampling_mask = None
             if sampling_mask is not None:
                 self.sampling_mask = sampling_mask_of(sampling_mask, self.tokens, mask)
+            self.images = () if images is None else path_images(images, self.tokens, mask)
             self.rollout_tokens = self._rollout_tokens(rollout_tokens)
             self.preference, self.pair = None, pair
             if preference is not None:
@@ -179,6 +187,11 @@ class TokenPath:
     def loss_tokens(self) -> float:
         """Sum of the loss mask without entry 0: the number of tokens that the loss counts."""
         return float(self.loss_mask[1:].sum(dtype=np.float64))
+
+    @property
+    def num_positions(self) -> int:
+        """The number of positions that a model needs: one per token, but fewer for images."""
+        return len(self) - sum(len(image) - image.num_positions for _, image in self.images)
 
     @property
     def rollout_share(self) -> float:
@@ -224,10 +237,13 @@ class TokenPath:
         return number("rollout_tokens", value, expected, lambda x: x >= own * (1 - 1e-6), FLOAT32_MAX)
 
     def _check_limits(self, limits: ModelLimits) -> None:
-        max_positions, vocab_size, experts = limits
-        if max_positions is not None and len(self) > max_positions:
+        max_positions, vocab_size, experts, images = limits
+        if images is not None:
+            images.check(self.tokens, self.images)
+        if max_positions is not None and self.num_positions > max_positions:
+            noun = "positions" if self.images else "tokens"
             raise UserError(
-                f"it has {len(self):,} tokens, but the model has {max_positions:,} positions "
+                f"it has {self.num_positions:,} {noun}, but the model has {max_positions:,} positions "
                 "(max_positions); shorten the sample or use a model with more positions"
             )
         if vocab_size is not None and self.tokens[at := int(self.tokens.argmax())] >= vocab_size:

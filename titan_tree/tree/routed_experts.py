@@ -87,10 +87,12 @@ def merged_experts(
     return RoutedExperts(experts, int((experts[..., 0] >= 0).sum()), int(disagree.sum()))
 
 
-def split_keys(paths: Sequence[TokenPath]) -> list[np.ndarray]:
+def split_keys(paths: Sequence[TokenPath], keys: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Returns the keys by which "split" merges: [T] int64 per path, equal if tokens and records are equal.
 
-    At least one path must have records.
+    Args:
+        paths: at least one of them must have records.
+        keys: the ``merge_keys`` of the paths.
     """
     recorded = next(_experts_of(path) for path in paths if has_experts(path))
     missing = np.full_like(recorded[0], -1).tobytes()
@@ -106,7 +108,9 @@ def split_keys(paths: Sequence[TokenPath]) -> list[np.ndarray]:
 
     # The token takes the upper bits, so keys are sorted by token first. Where records agree, the trie of keys
     # therefore has the same order as the trie of tokens.
-    return [(path.tokens.astype(np.int64) << 32) + record_numbers(path) for path in paths]
+    return [
+        (key.astype(np.int64) << 32) + record_numbers(path) for path, key in zip(paths, keys, strict=True)
+    ]
 
 
 def has_experts(path: TokenPath) -> bool:

@@ -17,6 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from titan_tree.errors import UserError, require_list
+from titan_tree.tree.images import Image, distinct_images, first_rows, mrope_positions, renumbered_rows
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.routed_experts import Replay, RoutedExperts, merged_experts, split_keys
 
@@ -133,11 +134,13 @@ class TokenTree:
     path_offsets: np.ndarray  # [P + 1] int64
     path_index: np.ndarray  # [N_flat] int32: path p is path_index[path_offsets[p]:path_offsets[p + 1]]
     routed_experts: RoutedExperts | None = None  # recorded experts, which the tokens must use
+    images: tuple[Image, ...] = ()  # the distinct images of the paths, see tree/images.py
+    image_row: np.ndarray | None = None  # [N] int32: row among those of ``images``; -1: text. None: no images
     is_counted: bool = True  # False for all but the first piece of a split tree, which counts once
 
     @staticmethod
     def from_paths(paths: Sequence[TokenPath], replay: Replay = "off") -> TokenTree:
-        """Merges ``paths`` by equal token prefixes.
+        """Merges ``paths`` by equal token prefixes. Image tokens are equal if their pixels are, too.
 
         Equal paths, and paths that are prefixes of others, all remain in ``TokenTree.paths``.
 
@@ -162,7 +165,8 @@ class TokenTree:
         path_offsets = np.concatenate([[0], np.cumsum(lengths)])
 
         # 1. Merge the paths. "lex" indices number the trie's tokens in lexicographic order.
-        lex_index, lex_parent, records = _merge(paths, replay)
+        keys, images = merge_keys(paths)
+        lex_index, lex_parent, records = _merge(paths, keys, replay)
         flat = np.concatenate(lex_index)
 
         # 2. Group the tokens into nodes. A node starts where the set of paths changes. A child's set is a
@@ -185,6 +189,10 @@ class TokenTree:
         tokens[path_index] = np.concatenate([p.tokens for p in paths])
         if records is not None:
             records = records._replace(experts=records.experts[np.argsort(to_dfs)])
+        image_row = None
+        if images:
+            image_row = np.empty(len(tokens), np.int32)
+            image_row[path_index] = np.maximum(-1 - np.concatenate(keys), -1)
         return TokenTree(
             tokens=tokens,
             node_offsets=np.append(start[order], len(tokens)).astype(np.int32),
@@ -197,11 +205,15 @@ class TokenTree:
             path_offsets=path_offsets,
             path_index=path_index,
             routed_experts=records,
+            images=images,
+            image_row=image_row,
         )
 
     @staticmethod
     def forest(trees: Sequence[TokenTree]) -> TokenTree:
         """Puts trees side by side, in the order given. Prefixes that different trees share are not merged.
+
+        Images that different trees share are.
 
         Raises:
             UserError: ``trees`` is not a list of trees or is empty, or models of different sizes recorded
@@ -220,6 +232,7 @@ class TokenTree:
 
         tokens, nodes = [len(t) for t in trees], [len(t.node_parent) for t in trees]
         is_root = np.concatenate([t.node_parent for t in trees]) < 0
+        images, image_row = _forest_images(trees)
         return TokenTree(
             tokens=np.concatenate([t.tokens for t in trees]),
             node_offsets=np.append(join([t.node_offsets[:-1] for t in trees], tokens), np.int32(sum(tokens))),
@@ -235,6 +248,8 @@ class TokenTree:
             ),
             path_index=join([t.path_index for t in trees], tokens),
             routed_experts=_forest_experts(trees),
+            images=images,
+            image_row=image_row,
         )
 
     @property
@@ -296,9 +311,19 @@ class TokenTree:
 
     @cached_property
     def positions(self) -> np.ndarray:
-        """[N] int32: position of each token on its paths, used for rotary embeddings (RoPE)."""
+        """[N] int32: position of each token on its paths, which is the number of tokens before it."""
         offset = self.node_depth - self.node_offsets[:-1]
         return np.repeat(offset, self.node_length) + np.arange(len(self), dtype=np.int32)
+
+    @cached_property
+    def rope_positions(self) -> np.ndarray:
+        """int32: what rotary embeddings (RoPE) read: ``positions`` [N], or with images [3, N].
+
+        See ``mrope_positions``.
+        """
+        if self.image_row is None:
+            return self.positions
+        return mrope_positions(self.image_row, self.images, self.node_offsets, self.node_parent)
 
     @cached_property
     def subtree_end(self) -> np.ndarray:
@@ -359,16 +384,30 @@ def _forest_experts(trees: Sequence[TokenTree]) -> RoutedExperts | None:
     )
 
 
+def _forest_images(trees: Sequence[TokenTree]) -> tuple[tuple[Image, ...], np.ndarray | None]:
+    """Returns the distinct images of all trees, and the image row of every token."""
+    images = distinct_images(image for tree in trees for image in tree.images)
+    if not images:
+        return (), None
+    rows = [
+        np.full(len(tree), -1, np.int32)
+        if tree.image_row is None
+        else renumbered_rows(tree.image_row, tree.images, images)
+        for tree in trees
+    ]
+    return images, np.concatenate(rows)
+
+
 def _merge(
-    paths: Sequence[TokenPath], replay: Replay
+    paths: Sequence[TokenPath], keys: Sequence[np.ndarray], replay: Replay
 ) -> tuple[list[np.ndarray], np.ndarray, RoutedExperts | None]:
-    """Returns the trie (see ``lexicographic_trie``) and the records of its tokens."""
-    index, parent = lexicographic_trie([p.tokens for p in paths])
+    """Returns the trie (see ``lexicographic_trie``) of the ``keys``, and the records of its tokens."""
+    index, parent = lexicographic_trie(keys)
     records = merged_experts(paths, index, len(parent), replay)
     if records is None or replay != "split":
         return index, parent, records
     # Merge again, by tokens and records. The counts remain those of the trie merged by tokens alone.
-    index, parent = lexicographic_trie(split_keys(paths))
+    index, parent = lexicographic_trie(split_keys(paths, keys))
     split = merged_experts(paths, index, len(parent), replay)
     assert split is not None
     assert not split.num_disagreeing
@@ -406,6 +445,22 @@ def _heavy_first(parent: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np
     return np.array(start, np.int64), np.array(depth, np.int64), sizes
 
 
+def merge_keys(paths: Sequence[TokenPath]) -> tuple[list[np.ndarray], tuple[Image, ...]]:
+    """Returns the keys by which paths are merged, [T] int32 per path, and the paths' distinct images.
+
+    The key of text is its token id, and that of an image token is -1 - its image row.
+    """
+    images = distinct_images(image for path in paths for _, image in path.images)
+    first = first_rows(images)
+    keys = []
+    for path in paths:
+        key = path.tokens.copy() if path.images else path.tokens
+        for start, image in path.images:
+            key[start : start + len(image)] = -1 - first[image.key] - np.arange(len(image))
+        keys.append(key)
+    return keys, images
+
+
 def lexicographic_trie(paths: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
     """Builds the trie of integer sequences. Trie tokens are numbered in lexicographic pre-order.
 
@@ -436,7 +491,7 @@ def lexicographic_trie(paths: Sequence[np.ndarray]) -> tuple[list[np.ndarray], n
 
 def lexicographic_order(paths: Sequence[np.ndarray]) -> list[int]:
     """Returns the indices that sort ``paths``. A prefix comes first; equal paths keep their order."""
-    # In big-endian order, comparing bytes compares integers.
+    # In big-endian order, comparing bytes compares integers; negative ones, of images, come last.
     return sorted(
         range(len(paths)), key=lambda p: paths[p].astype(paths[p].dtype.newbyteorder(">")).tobytes()
     )

@@ -38,6 +38,7 @@ import numpy as np
 
 from titan_tree.run.balance.assignment import Assignment, assign_freely, assign_in_step, step_seconds
 from titan_tree.tree.costs import TreeCosts, leaf_sizes
+from titan_tree.tree.images import distinct_images, renumbered_rows
 from titan_tree.tree.paths import PER_TOKEN, TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
@@ -238,6 +239,11 @@ def _piece(tree: TokenTree, start: int, stop: int, paths: np.ndarray) -> TokenTr
     if recorded is not None:
         counts = recorded[1:] if is_counted else (0, 0)
         recorded = type(recorded)(recorded.experts[is_kept], *counts)
+    kept_paths = tuple(tree.paths[number] for number in paths.tolist())
+    images, image_row = tree.images, tree.image_row
+    if image_row is not None:
+        images = distinct_images(image for path in kept_paths for _, image in path.images)
+        image_row = renumbered_rows(image_row[is_kept], tree.images, images) if images else None
     return TokenTree(
         tokens=tree.tokens[is_kept],
         node_offsets=np.append(0, np.cumsum(tree.node_length[nodes], dtype=np.int32)).astype(np.int32),
@@ -245,11 +251,13 @@ def _piece(tree: TokenTree, start: int, stop: int, paths: np.ndarray) -> TokenTr
         node_depth=tree.node_depth[nodes],
         node_subtree_end=num_before[tree.node_subtree_end[nodes]].astype(np.int32),
         node_paths=np.where(nodes < start, np.int32(0), tree.node_paths[nodes]),
-        paths=tuple(tree.paths[number] for number in paths.tolist()),
+        paths=kept_paths,
         path_node=new_node[tree.path_node[paths]],
         path_offsets=np.cumsum([0, *map(len, indices)]),
         path_index=new_token[np.concatenate(indices)],
         routed_experts=recorded,
+        images=images,
+        image_row=image_row,
         is_counted=is_counted,
     )
 
