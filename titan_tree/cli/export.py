@@ -54,10 +54,11 @@ def run(args: argparse.Namespace) -> None:
         dtype, variables = getattr(torch, training.dtype), saved.config.data.sample
         export_hf(model, out, export, dtype, source, tokenizer, variables)
     kind = "an adapter of PEFT" if args.adapter else f"a Hugging Face snapshot in {training.dtype}"
+    auto = "AutoModelForCausalLM" if model.visual is None else "AutoModelForImageTextToText"
     loads = (
         f'peft.PeftModel.from_pretrained(model, "{args.out}")'
         if args.adapter
-        else f'transformers.AutoModelForCausalLM.from_pretrained("{args.out}") or titan-tree chat {args.out}'
+        else f'transformers.{auto}.from_pretrained("{args.out}") or titan-tree chat {args.out}'
     )
     print(printable(f"wrote {args.out}: {kind}, from {saved.checkpoint}"))
     print(printable(f"load it: {loads}"))

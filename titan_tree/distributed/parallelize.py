@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -156,7 +156,7 @@ def _fully_shard(
     dtype: torch.dtype,
     unsharded: Collection[nn.Parameter],
 ) -> None:
-    """Applies FSDP2 to each block and to the rest of the model, except for the weights ``unsharded``."""
+    """Applies FSDP2 to each block, the tower and the rest, except for the weights ``unsharded``."""
     assert isinstance(meshes.fsdp, DeviceMesh)
     precision = MixedPrecisionPolicy(
         param_dtype=dtype,
@@ -174,7 +174,11 @@ def _fully_shard(
             mp_policy=precision,
             ignored_params=ignored,
         )
+    if model.visual is not None:
+        # One unit, because ranks run it for different numbers of images.
+        fully_shard(model.visual, mesh=meshes.fsdp, mp_policy=precision)
     fully_shard(model, mesh=meshes.fsdp, mp_policy=precision, ignored_params=ignored)
+    register_fsdp_forward_method(model, "encode")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -21,7 +21,7 @@ from titan_tree.components.edge_statistics import Statistic
 from titan_tree.distributed.collectives import all_reduce_sum, world_group
 from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.distributed.sequence_parallel import join
-from titan_tree.engine.partitions import GatewayCache
+from titan_tree.engine.partitions import GatewayCache, encode
 from titan_tree.engine.schedule import equal_schedule
 from titan_tree.engine.step_io import StepInput
 from titan_tree.models.tree_model import ModelOutput, TreeModel
@@ -51,9 +51,11 @@ def forward_passes(
     """
     cache = GatewayCache(model.cache_streams, batches)
     parents = {batch.parent for batch in batches}
+    features, batches = encode(model, batches)
     for number, on_host in enumerate(batches):
         batch = on_host.to(device, non_blocking=True)
-        out = model(batch, entropy=entropy, gateway=cache.read(batch), statistics=statistics)
+        gateway = cache.read(batch)
+        out = model(batch, entropy=entropy, gateway=gateway, statistics=statistics, features=features)
         if number in parents and out.exports:
             cache.write(batch, out.exports)
         yield batch, out

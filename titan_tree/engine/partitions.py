@@ -14,15 +14,17 @@ Method: Tree Training, arXiv:2511.00413, version 5.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.fsdp import FSDPModule
 
 from titan_tree.components.tree_attention.context import add_gradient
 from titan_tree.engine.activations import Activations
+from titan_tree.models.layers import at_least_fp32
 from titan_tree.models.tree_model import ModelOutput, TreeModel
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.gateway import CacheRows
@@ -99,6 +101,17 @@ def _move_gradient(total: Tensor, leaf: Tensor) -> None:
     leaf.grad = None
 
 
+def encode(model: TreeModel, batches: Sequence[TreeBatch]) -> tuple[list[Tensor] | None, Sequence[TreeBatch]]:
+    """Returns the features of a micro-batch's images, if there are any, and its batches without the pixels.
+
+    If ranks share the tower's weights, they all run it, also those without images.
+    """
+    first, *others = batches
+    if first.image_row is None and not isinstance(model.visual, FSDPModule):
+        return None, batches
+    return model.encode(first.pixels), [replace(first, pixels=()), *others]
+
+
 ComputeLoss = Callable[[TreeBatch, ModelOutput], Tensor | None]
 
 
@@ -140,7 +153,7 @@ def train_micro_batch(
         device: the device of the model.
         entropy: whether the model also returns entropies.
         activations: stores the activations of suspended partitions. None keeps them on the device.
-        before_last_backward: called right before the last backward pass.
+        before_last_backward: called right before the last backward pass: that of the tower if it is trained.
     Returns:
         The number of tokens whose forward pass ran twice, because ``activations`` dropped their activations.
     """
@@ -160,8 +173,13 @@ class _Runner:
         entropy: bool,
         activations: Activations,
     ) -> None:
-        self.model, self.batches, self.device = model, batches, device
-        self.entropy, self.activations = entropy, activations
+        self.model, self.device, self.entropy, self.activations = model, device, entropy, activations
+        rows, self.batches = encode(model, batches)
+        # The rows that require gradients, and the leaves that partitions read in their place. Gradients of a
+        # leaf are summed over all of its tokens and all partitions, in fp32 or wider.
+        self.rows = [x for x in rows or () if x.requires_grad]
+        leaves = [x.detach().to(at_least_fp32(x)).requires_grad_() for x in self.rows]
+        self.features = leaves or rows
         self.cache = GatewayCache(model.cache_streams, batches)
         self.recomputed_tokens = 0
 
@@ -175,13 +193,17 @@ class _Runner:
                 self._start(suspended[-1], compute_loss)
             while len(suspended) > 1:
                 self._backward(suspended.pop(), compute_loss)
-            self._backward(suspended.pop(), compute_loss, before_last_backward)
+            self._backward(suspended.pop(), compute_loss, None if self.rows else before_last_backward)
+            if self.rows:
+                self._tower_backward(before_last_backward)
         finally:
             self.activations.release()
 
     def _forward(self, batch: TreeBatch) -> ModelOutput:
         """Runs the model on one partition, which reads the exports of its ancestors from the cache."""
-        out: ModelOutput = self.model(batch, entropy=self.entropy, gateway=self.cache.read(batch))
+        out: ModelOutput = self.model(
+            batch, entropy=self.entropy, gateway=self.cache.read(batch), features=self.features
+        )
         return out
 
     def _begin_backward(self, partition: _Partition, out: ModelOutput, compute_loss: ComputeLoss) -> None:
@@ -229,6 +251,16 @@ class _Runner:
             before_backward()
         if starts:
             torch.autograd.backward([edge for edge, _ in starts], [gradient for _, gradient in starts])
+
+    def _tower_backward(self, before_backward: Callable[[], None] | None) -> None:
+        """Runs the backward pass of the tower, for all images and partitions."""
+        gradients = [
+            torch.zeros_like(x) if leaf.grad is None else leaf.grad.to(x.dtype)
+            for x, leaf in zip(self.rows, self.features or (), strict=True)
+        ]
+        if before_backward is not None:
+            before_backward()
+        torch.autograd.backward(self.rows, gradients)
 
     def _load(self, number: int) -> _Partition:
         batch = self.batches[number].to(self.device, non_blocking=True)

@@ -123,11 +123,12 @@ class TreeStep:
 
         Raises:
             UserError: something else than lists of trees, a path for which the model is not exact, or a
-                token id that it lacks.
+                token id or an image that it cannot read.
         """
         hint = "pass [[tree, ...], ...], a list of trees for each micro-batch"
         require_list(micro_batches, Sequence, "TreeStep.prepare", hint)
-        limits = ModelLimits(self.model.longest_path, self.model.config.vocab_size)
+        images = self.model.image_limits._replace(token_id=None)  # a policy may sample any id
+        limits = ModelLimits(self.model.longest_path, self.model.config.vocab_size, images=images)
         for trees in micro_batches:
             require_list(trees, TokenTree, "TreeStep.prepare", hint)
             for tree in trees:
@@ -173,6 +174,11 @@ class TreeStep:
                     loss.score(self._scores(batches))
                     extra_tokens += sum(map(len, batches))
                 extra_tokens += self._train(batches, loss, total, is_last=i == len(micro_batches) - 1)
+        if self.model.visual is not None:
+            # Optimizers treat a step without images alike on one rank and on ranks that share the tower.
+            for weight in self.model.visual.parameters():
+                if weight.requires_grad and weight.grad is None:
+                    weight.grad = torch.zeros_like(weight)
         dummy_forwards = sum(map(len, micro_batches)) - sum(map(len, step.micro_batches))
         return self._result(total, losses, routing, extra_tokens, dummy_forwards)
 

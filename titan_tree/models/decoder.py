@@ -5,6 +5,7 @@ N tokens, L layers with experts, k experts of a token.
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
@@ -20,7 +21,7 @@ from titan_tree.components.moe.routing import Routing
 from titan_tree.components.recurrence import TreeGDN
 from titan_tree.errors import UserError
 from titan_tree.models.block import Block, LayerOutput
-from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
+from titan_tree.models.decoder_config import INIT_STD, ConfigJson, DecoderConfig
 from titan_tree.models.layers import Linear, RMSNorm, Rope
 from titan_tree.models.tree_model import TreeModel, matrix_flops
 from titan_tree.models.weights import ElementDraws, WeightShards, draw_weights, whole_weights
@@ -50,6 +51,9 @@ class Decoder(TreeModel):
     publishes_single_experts: ClassVar[bool] = False  # snapshots have one tensor per expert and projection
 
     config: DecoderConfig
+    # Set by ``add_tower`` (vision.py): see ``Rope.at``, and the fields of config.json beside "text_config".
+    mrope_sections: tuple[int, ...] = ()
+    vision_json: ConfigJson | None = None
 
     def __init__(self, config: DecoderConfig, attention: str = "auto", recurrence: str = "auto") -> None:
         super().__init__(config, attention)
@@ -74,14 +78,28 @@ class Decoder(TreeModel):
         """Makes the layer ``index``."""
 
     def make_rope(self, positions: Tensor) -> Rope:
-        """Makes the rotary embedding for positions [N]."""
-        return Rope.at(positions, self.config.rotary_dim, self.config.rope_theta)
+        """Makes the rotary embedding for positions [N], or [3, N] with images."""
+        c = self.config
+        return Rope.at(positions, c.rotary_dim, c.rope_theta, sections=self.mrope_sections)
 
     def run_layers(
-        self, batch: TreeBatch, layout: TreeLayout, gateway: Sequence[Tensor], embedding: Tensor
+        self,
+        batch: TreeBatch,
+        layout: TreeLayout,
+        gateway: Sequence[Tensor],
+        embedding: Tensor,
+        features: Sequence[Tensor] = (),
     ) -> LayerOutput:
         rope = self.make_rope(layout.positions)
+        if (
+            layout.positions.ndim == 2
+        ):  # layers read only the rotary embedding, and keep their compiled graphs
+            layout = dataclasses.replace(layout, positions=layout.positions[0])
         x = F.embedding(batch.tokens, embedding)
+        of_images: list[Tensor] = []
+        if features and batch.image_row is not None:
+            first, *of_images = (_of_tokens(rows, batch.image_row).to(x.dtype) for rows in features)
+            x = torch.where(batch.image_row[:, None] >= 0, first, x)
         if torch.is_grad_enabled():
             # If the embedding is frozen, x would not require gradients. Dummy batches, which have no gateway,
             # would then skip exchanges of gradients that other ranks make, and the layers would need
@@ -91,9 +109,12 @@ class Decoder(TreeModel):
         exports: list[Tensor] = []
         routings: list[Routing] = []
         experts: list[Tensor] = []
+        added = iter(of_images)
         for layer, forced in zip(self.blocks, self._forced_experts(batch), strict=True):
             layer_gateway = tuple(islice(rows, len(layer.mixer.cache_streams)))
             x, exported, routing, chosen = layer(x, rope, layout, layer_gateway, forced)
+            if (deepstack := next(added, None)) is not None:
+                x = x + deepstack
             exports += exported
             routings += [] if routing is None else [routing]
             experts += chosen
@@ -169,6 +190,19 @@ class Decoder(TreeModel):
     def initial_values(self, name: str, draws: ElementDraws) -> Tensor:
         """Returns initial values for some elements of the parameter ``name``.
 
-        Matrices are drawn from N(0, 0.02^2). Weights of norms are 1.
+        Matrices are drawn from N(0, 0.02^2). Weights of norms are 1, and biases of the tower 0.
         """
+        if name.startswith("visual.") and name.endswith(".bias"):
+            return draws.constant(0.0)
         return draws.constant(1.0) if self.get_parameter(name).ndim == 1 else draws.normal(INIT_STD)
+
+
+def _of_tokens(rows: Tensor, image_row: Tensor) -> Tensor:
+    """Returns the row of each token, [N, d], and zeros for text. Gradients of a row are summed over tokens.
+
+    Args:
+        rows: [R, d].
+        image_row: [N] int64, -1 for text.
+    """
+    # Text reads a row of zeros, of which ``padding_idx`` skips the gradient.
+    return F.embedding(image_row + 1, F.pad(rows, (0, 0, 1, 0)), padding_idx=0)

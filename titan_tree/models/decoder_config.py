@@ -109,6 +109,16 @@ class DecoderConfig(Checked, ABC):
         rope = cls.rope_fields(hf, where)
         return cls.from_fields(hf, where, rope_theta=rope.get("rope_theta"), **cls.default_heads(hf))
 
+    @classmethod
+    def text_part(cls, hf: ConfigJson, where: str) -> ConfigJson:
+        """Returns the text model's part of a ``config.json``: for a model without vision, all of it."""
+        text = hf.get("text_config", hf)
+        cls.check_field(hf, where, "text_config", isinstance(text, dict), "a table")
+        if text is not hf:
+            parts = ("text_config", "vision_config")
+            cls.check_unknown({name: value for name, value in hf.items() if name not in parts}, where)
+        return {**text, "tie_word_embeddings": hf.get("tie_word_embeddings")}  # which the top level sets
+
     @abstractmethod
     def to_hf(self) -> ConfigJson:
         """Returns the ``config.json`` that transformers loads as the same model.

@@ -9,7 +9,7 @@ N tokens, d hidden size, D head dim, R rotated dims of a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,21 +83,34 @@ class Rope:
 
     @staticmethod
     def at(
-        positions: Tensor, rotary_dim: int, theta: float, scale: Callable[[Tensor], Tensor] | None = None
+        positions: Tensor,
+        rotary_dim: int,
+        theta: float,
+        scale: Callable[[Tensor], Tensor] | None = None,
+        sections: Sequence[int] = (),
     ) -> Rope:
         """Returns the embedding for the angles ``position * theta ** (-2i / R)``.
 
         Args:
-            positions: [N] integers, the depth of each token in its path.
+            positions: [N] integers, the depth of each token in its path. Or [3, N], its positions in time,
+                height and width (interleaved mRoPE of Qwen3-VL).
             rotary_dim: R, even.
             theta: base of the frequencies.
             scale: changes the frequencies [R / 2].
+            sections: how many of the R / 2 angles belong to time, height and width. Those of height have
+                numbers 1, 4, 7, ..., those of width 2, 5, 8, ...; all others belong to time.
         """
         exponent = torch.arange(0, rotary_dim, 2, device=positions.device).float() / rotary_dim
         frequencies = 1.0 / theta**exponent
         if scale is not None:
             frequencies = scale(frequencies)
-        angle = positions[:, None, None].float() * frequencies
+        if positions.ndim == 1:
+            angle = positions[:, None, None].float() * frequencies
+        else:
+            axis = torch.zeros(rotary_dim // 2, dtype=torch.int64)
+            for i in (1, 2):
+                axis[i : 3 * sections[i] : 3] = i
+            angle = positions[axis.to(positions.device)].T.contiguous()[:, None].float() * frequencies
         return Rope(angle.cos(), angle.sin())
 
     def rotate(self, x: Tensor) -> Tensor:

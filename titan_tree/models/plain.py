@@ -195,7 +195,12 @@ class PlainModel(TreeModel):
         return cast(Plain, self.module)
 
     def run_layers(
-        self, batch: TreeBatch, layout: TreeLayout, gateway: Sequence[Tensor], embedding: Tensor
+        self,
+        batch: TreeBatch,
+        layout: TreeLayout,
+        gateway: Sequence[Tensor],
+        embedding: Tensor,
+        features: Sequence[Tensor] = (),
     ) -> LayerOutput:
         self._num_passes += 1
         if self._num_passes.bit_count() == 1:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from titan_tree.config.checks import require
 from titan_tree.errors import UserError, unknown_name, warnings_hidden
 from titan_tree.models import hf
 from titan_tree.models.decoder import Decoder
@@ -24,6 +25,7 @@ from titan_tree.models.tree_model import TreeModel
 from titan_tree.models.weights import WeightShards, whole_weights
 
 Implementation = Literal["auto", "native", "transformers"]
+Vision = Literal["off", "frozen", "train"]
 
 
 def load_pretrained(
@@ -33,6 +35,7 @@ def load_pretrained(
     attention: str = "auto",
     recurrence: str = "auto",
     implementation: Implementation = "auto",
+    vision: Vision = "off",
 ) -> TreeModel:
     """Loads the model of a local snapshot.
 
@@ -44,6 +47,8 @@ def load_pretrained(
         recurrence: backend of ``TreeGDN``, ``TreeKDA`` and ``TreeSSD``.
         implementation: "native": titan_tree's own model. "transformers": the layers of the library
             transformers. "auto": native if there is such a model, and it computes what config.json says.
+        vision: what to do with the tower: "off" does not load it, "frozen" loads it for images, and "train"
+            also makes its weights require gradients.
     Raises:
         UserError: a part of the snapshot is missing, unexpected, damaged or of another shape, titan_tree does
             not support the model, or this machine has no such device.
@@ -56,7 +61,7 @@ def load_pretrained(
             f"device: expected one of this machine, such as cpu, got {device}: {reason}"
         ) from None
     with torch.device("meta"):
-        model = model_from_config(folder, dtype, attention, recurrence, implementation)
+        model = model_from_config(folder, dtype, attention, recurrence, implementation, vision)
     load_weights(model, folder, device, whole_weights)
     return model
 
@@ -67,6 +72,7 @@ def model_from_config(
     attention: str = "auto",
     recurrence: str = "auto",
     implementation: Implementation = "auto",
+    vision: Vision = "off",
 ) -> TreeModel:
     """Makes the model that a snapshot's config.json describes, without its weights, on the default device.
 
@@ -78,11 +84,19 @@ def model_from_config(
         warn_once(f"{path}: auto_map: the snapshot's own code is not run; model_type says what to compute")
     if implementation == "native" or (implementation == "auto" and _is_native(config)):
         try:
-            return hf.model_from_config(folder, attention, recurrence).to(dtype)
+            native = hf.model_from_config(folder, attention, recurrence)
+            if vision != "off":
+                add_tower(native, config, path, trained=vision == "train")
+            return native.to(dtype)
         except UnsupportedConfigError as error:
             if implementation == "native":
                 raise UserError(f'{error}; set model.implementation = "auto"') from None
             unsupported = error
+    if vision != "off":
+        raise UserError(
+            f'{unsupported or path}: model.vision: expected "off" for a model that runs with the layers of '
+            f'transformers, got "{vision}"; only titan_tree\'s own models read images'
+        )
     try:
         model = import_transformers().from_config(folder, dtype, attention, recurrence)
     except UserError as error:
@@ -186,8 +200,21 @@ def import_transformers() -> ModuleType:
     return snapshot
 
 
+def add_tower(model: Decoder, config: ConfigJson | None, where: str | Path, *, trained: bool) -> None:
+    """Gives ``model`` a tower, see ``vision.add_tower``. Without ``config``, that of the flavor "debug"."""
+    import_transformers()
+    from titan_tree.models import vision
+
+    vision.add_tower(model, config or vision.debug_config(model), where, trained=trained)
+
+
 def build_model(
-    name: str, flavor: str, attention: str = "auto", recurrence: str = "auto", **overrides: Any
+    name: str,
+    flavor: str,
+    attention: str = "auto",
+    recurrence: str = "auto",
+    vision: Vision = "off",
+    **overrides: Any,
 ) -> Decoder:
     """Builds a model with fresh weights on the default device, which may be "meta".
 
@@ -196,6 +223,7 @@ def build_model(
         flavor: a published size of that family, or "debug".
         attention: backend of ``TreeAttention``.
         recurrence: backend of ``TreeGDN``.
+        vision: see ``load_pretrained``. Only the flavor "debug" has a tower.
         overrides: fields of the model's config that differ from the flavor's.
     Raises:
         UserError: an unknown name, flavor, backend or field, or a value that the config refuses.
@@ -203,6 +231,9 @@ def build_model(
     model_class = MODELS[name]
     if flavor not in model_class.flavors:
         raise unknown_name(f"flavor of {name}", flavor, model_class.flavors)
+    if vision != "off":
+        expected = f"'off' for the flavor {flavor}, whose tower is unknown; set model.hf_path to a snapshot"
+        require(flavor == "debug", "model.vision", expected, vision)
     config = model_class.flavors[flavor]
     fields = [field.name for field in dataclasses.fields(config)]
     for field in overrides:
@@ -210,5 +241,7 @@ def build_model(
             raise unknown_name(f"field of {name}'s config", field, fields)
     with MODELS.calling(name, "config, attention, recurrence"):
         model = model_class(dataclasses.replace(config, **overrides), attention, recurrence)
+        if vision != "off":
+            add_tower(model, None, f"{name} {flavor}", trained=vision == "train")
         model.init_weights()
     return model

@@ -1,7 +1,7 @@
 """Qwen3 and Qwen3-MoE (arXiv:2505.09388) on token trees.
 
 Parameter names are those of Hugging Face's Qwen3ForCausalLM and Qwen3MoeForCausalLM without the prefix
-``model.``.
+``model.``. The text model of Qwen3-VL (arXiv:2511.21631) is a Qwen3; vision.py has its tower.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Qwen3Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, hf: ConfigJson, where: str) -> Self:
+        hf = cls.text_part(hf, where)
         rope = cls.rope_fields(hf, where)
         types = hf.get("layer_types")
         full = isinstance(types or [], list) and all(kind == "full_attention" for kind in types or ())
@@ -79,7 +80,10 @@ class Qwen3(Decoder):
     """Qwen3, dense: grouped-query attention with RMSNorm on queries and keys, and SwiGLU MLPs."""
 
     Config: ClassVar[type[Qwen3Config]] = Qwen3Config
-    hf_architectures: ClassVar[dict[str, str]] = {"qwen3": "Qwen3ForCausalLM"}
+    hf_architectures: ClassVar[dict[str, str]] = {
+        "qwen3": "Qwen3ForCausalLM",
+        "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    }
     flavors: ClassVar[Mapping[str, Qwen3Config]] = FLAVORS
     norm_class = RMSNorm
     config: Qwen3Config

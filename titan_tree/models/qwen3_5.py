@@ -4,7 +4,7 @@ Every fourth layer has gated attention; the others are Gated DeltaNet layers.
 
 Parameter names are those of Hugging Face's Qwen3_5ForCausalLM without the prefix ``model.``. The published
 rotary embedding has sections for the three axes of images. In text all three equal the position, so it is a
-plain rotary embedding here.
+plain rotary embedding there. vision.py has the tower.
 """
 
 from __future__ import annotations
@@ -73,13 +73,7 @@ class HybridConfig(GatedDeltaNetConfig):
 
     @classmethod
     def from_hf(cls, hf: ConfigJson, where: str) -> Self:
-        """Reads a ``config.json``. For a model with vision, it reads the text model's part."""
-        text = hf.get("text_config", hf)
-        cls.check_field(hf, where, "text_config", isinstance(text, dict), "a table")
-        if text is not hf:
-            parts = ("text_config", "vision_config")
-            cls.check_unknown({name: value for name, value in hf.items() if name not in parts}, where)
-        text = {**text, "tie_word_embeddings": hf.get("tie_word_embeddings")}  # which the top level sets
+        text = cls.text_part(hf, where)
         cls.check_field(text, where, "layer_types", isinstance(text.get("layer_types") or [], list), "a list")
         rope = cls.rope_fields(text, where)
         types = text.get("layer_types")
@@ -193,7 +187,7 @@ class Qwen35(Hybrid):
     Config = Qwen35Config
     hf_architectures: ClassVar[dict[str, str]] = {
         "qwen3_5_text": "Qwen3_5ForCausalLM",
-        "qwen3_5": "Qwen3_5ForConditionalGeneration",  # vision is not loaded
+        "qwen3_5": "Qwen3_5ForConditionalGeneration",
     }
     flavors: ClassVar[Mapping[str, Qwen35Config]] = FLAVORS
     config: Qwen35Config

@@ -75,7 +75,7 @@ class Qwen35Moe(Hybrid):
     Config = Qwen35MoeConfig
     hf_architectures: ClassVar[dict[str, str]] = {
         "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-        "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",  # vision is not loaded
+        "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     }
     flavors: ClassVar[Mapping[str, Qwen35MoeConfig]] = FLAVORS
     config: Qwen35MoeConfig

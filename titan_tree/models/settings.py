@@ -38,6 +38,8 @@ class ModelConfig(Checked, table="model"):
     # library; "auto" chooses "native" if there is such a model, and it computes what config.json asks for.
     implementation: Literal["auto", "native", "transformers"] = "auto"
     attention: str = setting("auto", one_of("auto", ATTENTION_BACKENDS))  # Backend of TreeAttention.
+    # The tower, for images in paths: "frozen" uses it, "train" also trains it, "off" does not load it.
+    vision: Literal["off", "frozen", "train"] = "off"
     # Backend of TreeGDN, TreeKDA and TreeSSD, in models that have them.
     recurrence: str = setting("auto", one_of("auto", RECURRENCE_BACKENDS))
     overrides: dict[str, Any] = setting({})  # Sizes that replace those of the flavor.

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from titan_tree.models.block import LayerOutput
 from titan_tree.models.layers import at_least_fp32
 from titan_tree.tree.batch import TokenShard, TreeBatch
 from titan_tree.tree.costs import ModelCosts, row_bytes
+from titan_tree.tree.images import NO_TOWER, ImageLimits
 from titan_tree.tree.layout import TreeLayout
 from titan_tree.tree.partition import PAD
 
@@ -106,6 +107,9 @@ class TreeModel(nn.Module, ABC):
         cache_streams: one entry per tensor that the layers export: the stream of the gateway cache that
             stores its rows.
         execution: how it runs.
+        visual: the tower, which turns images into rows in place of embeddings; None: there is none. Set by
+            ``add_tower`` (vision.py).
+        image_token_id: the placeholder of image tokens; None: unknown, or there is no tower.
         lora: the updates that are trained instead of the weights; None: there are none. Set by ``add_lora``.
         logit_cap: c tanh(s / c) replaces each logit s; None: it stays.
         windows: the sliding windows of the layers' attention, see ``TreeAttention.prepare``.
@@ -121,6 +125,7 @@ class TreeModel(nn.Module, ABC):
     logit_cap: float | None = None
     windows: Collection[int | None] = (None,)
     longest_path: int | None = None
+    image_token_id: int | None = None
     execution = Execution()
 
     def __init__(self, config: Any, attention: str = "auto") -> None:
@@ -128,10 +133,16 @@ class TreeModel(nn.Module, ABC):
         self.config = config
         self.attention = TreeAttention(attention)  # without parameters, so all layers share it
         self.cache_streams: list[str] = []
+        self.visual: nn.Module | None = None
 
     @abstractmethod
     def run_layers(
-        self, batch: TreeBatch, layout: TreeLayout, gateway: Sequence[Tensor], embedding: Tensor
+        self,
+        batch: TreeBatch,
+        layout: TreeLayout,
+        gateway: Sequence[Tensor],
+        embedding: Tensor,
+        features: Sequence[Tensor] = (),
     ) -> LayerOutput:
         """Runs everything but the output projection.
 
@@ -140,6 +151,7 @@ class TreeModel(nn.Module, ABC):
             layout: the batch's layout, from ``prepare``.
             gateway: a tensor for each of ``cache_streams``, or () if the batch is not a partition.
             embedding: the weight [V, d] of the embedding, in the dtype of the activations.
+            features: see ``forward``; () without images.
         """
 
     @abstractmethod
@@ -183,6 +195,7 @@ class TreeModel(nn.Module, ABC):
         entropy: bool = False,
         gateway: Sequence[Tensor] | None = None,
         statistics: Collection[Statistic] = (),
+        features: Sequence[Tensor] | None = None,
     ) -> ModelOutput:
         """Scores the batch's edges.
 
@@ -192,9 +205,11 @@ class TreeModel(nn.Module, ABC):
             gateway: needed by every partition but its plan's first: for each entry of ``cache_streams``, the
                 first ``batch.cache_offset`` rows of that stream, with the exports of all partitions above.
             statistics: also return these, see ``edge_statistics``.
+            features: the result of ``encode`` for the images of the whole micro-batch. None: of
+                ``batch.pixels``, which only the first batch of a plan has.
         Raises:
-            UserError: ``batch`` is not a TreeBatch, or ``gateway`` or ``batch.routed_experts`` does not fit
-                the model.
+            UserError: ``batch`` is not a TreeBatch, or ``gateway``, ``batch.routed_experts`` or its images do
+                not fit the model.
         """
         if not isinstance(batch, TreeBatch):
             raise UserError(
@@ -204,7 +219,11 @@ class TreeModel(nn.Module, ABC):
             )
         embedding, head = self.cast_ends()
         rows = _gateways(self, batch, gateway, embedding)
-        out = self.run_layers(batch, self.prepare(batch.layout), rows, embedding)
+        if batch.image_row is not None and features is None:
+            if not batch.pixels:
+                raise UserError("features: expected those of the first batch's pixels, from encode, got None")
+            features = self.encode(batch.pixels)
+        out = self.run_layers(batch, self.prepare(batch.layout), rows, embedding, features or ())
         hidden = out.hidden[batch.edge_source]
         if not out.exports:
             scores = self.score_edges(hidden, head, batch, entropy, statistics)
@@ -222,6 +241,26 @@ class TreeModel(nn.Module, ABC):
             exports=tuple(out.exports),
             routed_experts=out.routed_experts,
         )
+
+    @property
+    def image_limits(self) -> ImageLimits:
+        """What the model reads of images."""
+        return ImageLimits(None if self.visual is None else cast(int, self.visual.patch), self.image_token_id)
+
+    def encode(self, pixels: Sequence[Tensor]) -> list[Tensor]:
+        """Runs the tower on each image.
+
+        Args:
+            pixels: [H, W, 3] uint8 for each image, on any device.
+        Returns:
+            The rows of all images, [R, d], and the same of each deepstack output: the tensor i > 0 is added
+            to the output of the layer i - 1.
+        Raises:
+            UserError: the model has no tower.
+        """
+        if self.visual is None:
+            raise UserError(NO_TOWER)
+        return list(self.visual(pixels))
 
     def prepare(self, layout: TreeLayout) -> TreeLayout:
         """Returns the layout with everything that layers derive from it. Called once per batch.

@@ -105,7 +105,9 @@ def build_reader(
     if config.replay != "off" and model.experts is None:
         raise UserError(f"data.replay: expected 'off' for a model without experts, got {config.replay!r}")
     experts = model.experts.sizes if model.experts else None
-    limits = ModelLimits(model.config.max_position_embeddings, model.config.vocab_size, experts)
+    limits = ModelLimits(
+        model.config.max_position_embeddings, model.config.vocab_size, experts, model.image_limits
+    )
     spec = LossSpec.of(loss.name) if loss is not None else None
     same_loss = loss.name if loss and spec and not spec.reads_pairs else None
     preference_loss = loss.name if loss and spec and spec.reads_preferences else None

@@ -98,6 +98,11 @@ def _build_with_lora(
     mesh: DeviceMesh | OneRank,
 ) -> None:
     """Does the same for a model with LoRA: adds factors first, and gives them values last."""
+    if model.vision == "train":
+        raise UserError(
+            'model.vision: expected "off" or "frozen" with LoRA, which freezes all weights, got "train"; set '
+            'it to "frozen"'
+        )
     factors = add_configured_lora(built, lora, getattr(torch, training.dtype))
     is_quantized = lora.quantize == "nf4"
     linears = ao.nf4_linears(built).values() if is_quantized else ()
@@ -143,14 +148,16 @@ def build_model_without_weights(model: ModelConfig) -> TreeModel:
                 "set model.hf_path to a snapshot"
             )
         assert model.flavor is not None
-        return build_model(model.name, model.flavor, model.attention, model.recurrence, **model.overrides)
+        return build_model(
+            model.name, model.flavor, model.attention, model.recurrence, model.vision, **model.overrides
+        )
     if model.overrides:
         raise UserError(
             "model.overrides: expected none with model.hf_path, because the snapshot sets all sizes; "
             "remove them, or set model.flavor instead of model.hf_path"
         )
     return model_from_config(
-        model.hf_path, torch.float32, model.attention, model.recurrence, model.implementation
+        model.hf_path, torch.float32, model.attention, model.recurrence, model.implementation, model.vision
     )
 
 
@@ -159,6 +166,8 @@ def describe_architecture(config: Config, model: TreeModel, mesh: DeviceMesh | O
     described = {"name": model.family, "optimizer": config.optimizer.name, **vars(model.config)}
     if config.optimizer.options:  # they decide which states an optimizer has
         described["optimizer.options"] = config.optimizer.options
+    if model.visual is not None:
+        described["vision"] = config.model.vision
     if model.lora is not None:
         described |= {"lora": vars(model.lora), "base": _base(config)}
     if model.experts is not None and model.experts.router_biases():

@@ -15,13 +15,13 @@ from titan_tree.config.checks import finite
 from titan_tree.errors import UserError, shorten
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf.names import (
-    NOT_LOADED,
     Correspondence,
     Shape,
     TensorRows,
     correspondences,
     hf_name,
     model_name,
+    not_loaded,
 )
 from titan_tree.models.hf.snapshot_files import CONFIG, ROUTER_BIASES, open_weights, read_json, weight_files
 from titan_tree.models.settings import MODELS
@@ -89,15 +89,16 @@ def read_weights(folder: str | Path, model: Decoder, shards: WeightShards) -> It
     """
     folder = Path(folder)
     files = weight_files(folder)
-    stored = _stored_shapes(folder, files)
+    skipped = not_loaded(model)
+    stored = _stored_shapes(folder, files, skipped)
     # The published Qwen3-0.6B, for example, is tied and has its embedding twice.
     copied = stored.pop(COPY, None) if model.lm_head is None else None
     needed = correspondences(model, stored)
     _check(folder, stored, needed)
     if copied is not None:
-        _check_copied_embedding(folder, files, copied, shards[EMBEDDING])
+        _check_copied_embedding(folder, files, copied, shards[EMBEDDING], skipped)
     rows_by_tensor = {tensor: rows for match in needed for tensor, rows in match.rows_by_tensor().items()}
-    return _finite_parts(files, rows_by_tensor, shards)
+    return _finite_parts(files, rows_by_tensor, shards, skipped)
 
 
 def fill_shards(shards: WeightShards, parts: Iterable[WeightPart]) -> None:
@@ -135,14 +136,14 @@ def load_router_biases(model: Decoder, folder: str | Path) -> None:
         bias.copy_(torch.tensor(values))
 
 
-def _stored_shapes(folder: Path, files: list[Path]) -> dict[str, Shape]:
+def _stored_shapes(folder: Path, files: list[Path], not_loaded: tuple[str, ...]) -> dict[str, Shape]:
     """Returns the shapes of all tensors to load, by the model's names, and checks their dtypes."""
     shapes: dict[str, Shape] = {}
     skipped = []
     for file in files:
         with open_weights(file) as shard:
             for stored in shard.keys():  # noqa: SIM118
-                if stored.startswith(NOT_LOADED):
+                if stored.startswith(not_loaded):
                     skipped.append(stored)
                     continue
                 tensor, name = shard.get_slice(stored), model_name(stored)
@@ -164,12 +165,14 @@ def _stored_shapes(folder: Path, files: list[Path]) -> dict[str, Shape]:
     return shapes
 
 
-def _check_copied_embedding(folder: Path, files: list[Path], copied: Shape, shard: WeightShard) -> None:
+def _check_copied_embedding(
+    folder: Path, files: list[Path], copied: Shape, shard: WeightShard, not_loaded: tuple[str, ...]
+) -> None:
     """Raises UserError if the output projection of a tied model differs from its embedding in ``shard``."""
     piece = TensorRows(EMBEDDING, (0, 0), shard.shape)
     if copied == shard.shape:
         rows_by_tensor = {EMBEDDING: [piece], COPY: [piece]}
-        both = [part.values for part in _parts(files, rows_by_tensor, {EMBEDDING: shard})]
+        both = [part.values for part in _parts(files, rows_by_tensor, {EMBEDDING: shard}, not_loaded)]
         if not both or torch.equal(*both):
             return
     raise UserError(
@@ -179,11 +182,14 @@ def _check_copied_embedding(folder: Path, files: list[Path], copied: Shape, shar
 
 
 def _finite_parts(
-    files: list[Path], rows_by_tensor: Mapping[str, list[TensorRows]], shards: WeightShards
+    files: list[Path],
+    rows_by_tensor: Mapping[str, list[TensorRows]],
+    shards: WeightShards,
+    not_loaded: tuple[str, ...],
 ) -> Iterator[WeightPart]:
     """Iterates like ``_parts``. Raises UserError for values that are not finite numbers in fp32."""
     limit = torch.finfo(torch.float32).max
-    for part in _parts(files, rows_by_tensor, shards):
+    for part in _parts(files, rows_by_tensor, shards, not_loaded):
         # Of a tensor with a NaN, both are NaN. Python's floats do not round the limit to the tensor's dtype.
         low, high = (bound.item() for bound in torch.aminmax(part.values))
         if not (-limit <= low and high <= limit):
@@ -195,13 +201,16 @@ def _finite_parts(
 
 
 def _parts(
-    files: list[Path], rows_by_tensor: Mapping[str, list[TensorRows]], shards: WeightShards
+    files: list[Path],
+    rows_by_tensor: Mapping[str, list[TensorRows]],
+    shards: WeightShards,
+    not_loaded: tuple[str, ...],
 ) -> Iterator[WeightPart]:
     """Iterates over what ``shards`` hold of ``rows_by_tensor``, by tensor, with one file open at a time."""
     for file in files:
         with open_weights(file) as opened:
             for stored in opened.keys():  # noqa: SIM118
-                if stored.startswith(NOT_LOADED):
+                if stored.startswith(not_loaded):
                     continue
                 for piece in rows_by_tensor.get(name := model_name(stored), ()):
                     shard = shards[piece.parameter]

@@ -24,8 +24,7 @@ from titan_tree.models.decoder import Decoder
 
 # Prefix of a text model's weights: in a snapshot of its own, and in one with vision.
 PREFIX, TEXT_PREFIX = "model.", "model.language_model."
-# Weights that no model here computes with: vision, and the head that predicts several tokens.
-NOT_LOADED = ("model.visual.", "visual.", "mtp.")
+MTP, TOWER = ("mtp.",), ("model.visual.", "visual.")
 FUSED = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
 
 Shape = tuple[int, ...]
@@ -188,4 +187,14 @@ def model_name(stored: str) -> str:
 
 def hf_name(name: str, prefix: str = PREFIX) -> str:
     """Returns the name that snapshots use for the tensor that a model calls ``name``."""
+    if name.startswith("visual."):
+        return PREFIX + name
     return name if name.startswith("lm_head.") else prefix + name
+
+
+def not_loaded(model: Decoder) -> tuple[str, ...]:
+    """Returns how the names of tensors begin with which ``model`` does not compute.
+
+    They are the head that predicts several tokens, and a tower that the model lacks.
+    """
+    return MTP if model.visual is not None else (*TOWER, *MTP)

@@ -19,10 +19,10 @@ from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.decoder_config import ConfigJson
 from titan_tree.models.hf.names import (
-    NOT_LOADED,
     PREFIX,
     TEXT_PREFIX,
     hf_name,
+    not_loaded,
     pack,
     split_experts,
 )
@@ -66,7 +66,7 @@ def save_pretrained(
     assert len(dtypes) == 1, f"one dtype expected, got {dtypes}"
     with all_or_nothing(Path(folder)) as temporary:
         prefix = write_all_but_weights(model, temporary, dtypes.pop(), source)
-        named = snapshot_tensors(model, weights, prefix) | weights_not_loaded(source)
+        named = snapshot_tensors(model, weights, prefix) | weights_not_loaded(model, source)
         _write_weights(named, temporary, max_shard_bytes)
 
 
@@ -78,6 +78,12 @@ def write_all_but_weights(model: Decoder, folder: Path, dtype: torch.dtype, sour
         if (Path(source) / CONFIG).is_file():
             config, prefix = _merged_config(model, config, Path(source) / CONFIG)
         copy_files(Path(source), files, folder)
+    if model.vision_json is not None and prefix == PREFIX:
+        config["rope_parameters"] |= {"mrope_section": list(model.mrope_sections), "mrope_interleaved": True}
+        names = {"dtype": config["dtype"], "tie_word_embeddings": config["tie_word_embeddings"]}
+        names["architectures"] = [model.hf_architectures[model.vision_json["model_type"]]]
+        config["model_type"] = f"{model.vision_json['model_type']}_text"
+        config, prefix = model.vision_json | names | {"text_config": config}, TEXT_PREFIX
     write_json(folder / CONFIG, config)
     if biases := model.experts.router_biases() if model.experts else {}:
         write_json(folder / ROUTER_BIASES, {name: bias.tolist() for name, bias in biases.items()})
@@ -153,9 +159,9 @@ def _merged_config(model: Decoder, sizes_to_save: ConfigJson, path: Path) -> tup
         )
     text = source.get("text_config")
     before = source if text is None else text
-    sizes_to_save = sizes_to_save | {
-        "rope_parameters": (before.get("rope_parameters") or {}) | sizes_to_save["rope_parameters"]
-    }
+    rope = {name: x for name, x in (before.get("rope_scaling") or {}).items() if name.startswith("mrope_")}
+    rope |= (before.get("rope_parameters") or {}) | sizes_to_save["rope_parameters"]
+    sizes_to_save = sizes_to_save | {"rope_parameters": rope}
     # The weights are written for the code of transformers, not for the source's own (auto_map).
     dropped = {"auto_map", "quantization_config", "torch_dtype"}
     dropped |= {"partial_rotary_factor", "full_attention_interval"}
@@ -164,18 +170,19 @@ def _merged_config(model: Decoder, sizes_to_save: ConfigJson, path: Path) -> tup
     config = sizes_to_save | {name: value for name, value in before.items() if name not in sizes | identity}
     if text is None:
         return config, PREFIX
+    config["model_type"] = f"{source['model_type']}_text"
     vision_config = {name: value for name, value in source.items() if name not in dropped}
     return vision_config | {"text_config": config, "dtype": sizes_to_save["dtype"]}, TEXT_PREFIX
 
 
-def weights_not_loaded(source: str | Path | None) -> dict[str, Tensor]:
-    """Returns the weights that loading skips, by the snapshot's names; {} if the snapshot has no weights."""
+def weights_not_loaded(model: Decoder, source: str | Path | None) -> dict[str, Tensor]:
+    """Returns the weights that ``model`` does not load, by their names; {} if the snapshot has no weights."""
     if source is None or not any((Path(source) / name).is_file() for name in (WEIGHTS, INDEX)):
         return {}
     others: dict[str, Tensor] = {}
     for file in weight_files(Path(source)):
         with open_weights(file) as shard:
-            names = [name for name in shard.keys() if name.startswith(NOT_LOADED)]  # noqa: SIM118
+            names = [name for name in shard.keys() if name.startswith(not_loaded(model))]  # noqa: SIM118
             others |= {name: shard.get_tensor(name) for name in names}
     return others
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from titan_tree.components.lora import Factors, LoRA, is_factor, matrix_shape
 from titan_tree.config.checks import positive_int, positive_number
 from titan_tree.errors import UserError, shorten
-from titan_tree.models.hf.names import model_name
+from titan_tree.models.hf.names import TEXT_PREFIX, model_name
 from titan_tree.models.hf.save import all_or_nothing, snapshot_prefix, write_tensors
 from titan_tree.models.hf.snapshot_files import (
     ADAPTER_CONFIG,
@@ -180,7 +180,8 @@ def save_adapter(
     factors = pack(
         model, {name: (weights[_factor(name, "A")], weights[_factor(name, "B")]) for name in adapted}
     )
-    prefix = snapshot_prefix(source)
+    # Exports of models with a tower nest the text model.
+    prefix = snapshot_prefix(source) if model.visual is None else TEXT_PREFIX
     tensors = {}
     for name, pair in factors.items():
         module, _, weight = (prefix + _hf_module(name)).rpartition(".")

@@ -15,7 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from titan_tree.components.lora import is_factor
@@ -74,14 +80,16 @@ def fill(model: TransformersModel, folder: str | Path, shards: WeightShards) -> 
         model.get_submodule(module)._buffers[leaf] = value.to(constant.device)
 
 
-def unmodified(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+def unmodified(folder: str | Path, dtype: torch.dtype, images: bool = False) -> PreTrainedModel:
     """Returns the model of a snapshot as transformers implements it, on the CPU, for single sequences.
 
+    Args:
+        images: whether it reads images.
     Raises:
         UserError: see ``fill``.
     """
     disable_progress_bar()
-    model = _read(folder, dtype).eval()
+    model = _read(folder, dtype, AutoModelForImageTextToText if images else AutoModelForCausalLM).eval()
     model.set_experts_implementation("eager")  # the default one multiplies in bfloat16 only
     return model
 
@@ -110,20 +118,23 @@ def hf_name(name: str, prefix: str) -> str:
     return LAYER.sub(rf"{prefix}.layers.\1.", name)
 
 
-def _read_config(folder: str | Path) -> PreTrainedConfig:
+def _read_config(folder: str | Path, on_trees: bool = True) -> PreTrainedConfig:
     path = Path(folder) / CONFIG
     read_json(path)  # names a damaged file
     with _errors_in_one_line(path):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    check_supported(config.get_text_config(), str(path))
+    if on_trees:
+        check_supported(config.get_text_config(), str(path))
     return config
 
 
-def _read(folder: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
-    config = _read_config(folder)
+def _read(
+    folder: str | Path, dtype: torch.dtype | str, auto_class: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
+    config = _read_config(folder, on_trees=auto_class is AutoModelForCausalLM)
     weight_files(Path(folder))  # refuses pickles
     with _errors_in_one_line(folder):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class.from_pretrained(
             folder,
             config=config,
             dtype=dtype,

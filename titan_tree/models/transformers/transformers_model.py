@@ -136,7 +136,12 @@ class TransformersModel(TreeModel):
         return survey.sizes
 
     def run_layers(
-        self, batch: TreeBatch, layout: TreeLayout, gateway: Sequence[Tensor], embedding: Tensor
+        self,
+        batch: TreeBatch,
+        layout: TreeLayout,
+        gateway: Sequence[Tensor],
+        embedding: Tensor,
+        features: Sequence[Tensor] = (),
     ) -> LayerOutput:
         current = self._new_pass(layout, gateway)
         hidden = self._run(batch.tokens, layout.positions, current).to(embedding.dtype)

@@ -131,7 +131,7 @@ def save_shares(model: TreeModel, folder: Path, dtype: torch.dtype, source: str 
                 raise UserError(f"{folder}: rank {rank()} does not see it; choose one that all ranks see")
             weights = weights if model.lora is None else merge(model, weights)
             tensors = save.snapshot_tensors(model, weights, prefix)
-            tensors |= {} if number else save.weights_not_loaded(source)
+            tensors |= {} if number else save.weights_not_loaded(model, source)
             return save.write_tensors(tensors, temporary / names[number])
 
         def finish() -> None:

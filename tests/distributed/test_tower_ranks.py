@@ -1,0 +1,86 @@
+"""Ranks that share a tower's weights, with different numbers of images, train exactly as one process does."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from tests.support.cases import slow_except
+from tests.support.oracle import relative_error
+from tests.support.processes import process_group, run_ranks
+from tests.support.vision import screen_paths, vision_model
+from titan_tree.components.tree_loss.loss import TreeLoss
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
+from titan_tree.distributed.gradient_sync import reshard
+from titan_tree.distributed.mesh import OneRank
+from titan_tree.distributed.settings import ParallelConfig
+from titan_tree.engine.tree_step import TreeStep
+from titan_tree.models.settings import ModelConfig
+from titan_tree.run.model_setup import build_parallel_model
+from titan_tree.run.settings import TrainingConfig
+from titan_tree.tree.token_tree import TokenTree
+
+# (what is done with the tower, when gradients are reduced, largest partition)
+CASES = [
+    ("train", "last", None),
+    ("train", "every", None),
+    ("train", "last", 7),
+    ("frozen", "last", 7),
+    ("frozen", "every", None),
+]
+
+
+def trees() -> list[list[list[TokenTree]]]:
+    """Returns the micro-batches of both ranks. Rank 1 has no images in the first one, and no second one."""
+    groups = screen_paths()
+    text = [path for path in groups[1] if not path.images]
+    screens = [path for path in groups[1] if path.images]
+    return [
+        [[TokenTree.from_paths(groups[0])], [TokenTree.from_paths(screens)]],
+        [[TokenTree.from_paths(text)]],
+    ]
+
+
+def gradients_of_steps(
+    folder: Path, mesh, own, vision: str, reduce: str, size: int | None
+) -> list[dict[str, Tensor]]:
+    """Returns the gradients of two steps with equal weights, and after them the held-out loss."""
+    table, training = ModelConfig(hf_path=str(folder), vision=vision), TrainingConfig(dtype="float32")
+    model = build_parallel_model(table, training, ParallelConfig(), mesh)
+    assert isinstance(model.visual, FSDPModule) == (mesh.size() > 1)
+    partitioner = None if size is None else TreePartitioner("redundancy_free", size)
+    step = TreeStep(model, TreeLoss(), partitioner=partitioner, reduce_gradients=reduce)
+    results = []
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        step.run(step.prepare(own))
+        reshard(model)
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        results.append({n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()})
+    loss = step.evaluate([step.prepare(own)])["loss"]
+    return [*results, {"loss": torch.tensor(loss)}]
+
+
+def save_gradients(rank: int, ports: list[int], folder: Path, *case: str) -> None:
+    with process_group(rank, 2, ports[0]):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+        results = gradients_of_steps(folder, mesh, trees()[rank], *case)
+        torch.save(results, folder / f"{rank}.pt")
+
+
+@pytest.mark.parametrize(("vision", "reduce", "size"), slow_except([("train", "last", 7)], CASES))
+def test_two_ranks_equal_one(tmp_path: Path, vision: str, reduce: str, size: int | None) -> None:
+    vision_model().save_pretrained(tmp_path)
+    run_ranks(save_gradients, 2, tmp_path, vision, reduce, size)
+    both = [micro_batch for own in trees() for micro_batch in own]
+    want = gradients_of_steps(tmp_path, OneRank(), both, vision, reduce, size)
+    assert any(name.startswith("visual.") for name in want[0]) == (vision == "train")
+    for rank in range(2):
+        for got, expected in zip(torch.load(tmp_path / f"{rank}.pt"), want, strict=True):
+            assert got.keys() == expected.keys()
+            for name, gradient in expected.items():
+                assert relative_error(got[name], gradient) < 2e-5, name
