@@ -352,7 +352,7 @@ def test_token_records_carry_every_field(tmp_path):
     want = TokenPath(ROW["tokens"], id=path.id, rollout_tokens=1, **fields | {"pair": f"{path.id}/a"})
     for name in TokenPath.__slots__:
         np.testing.assert_array_equal(getattr(path, name), getattr(want, name), err_msg=name)
-    documented = KNOWN["token ids"] - set(fields) - {"tokens", "input_ids", "routed_experts"}
+    documented = KNOWN["token ids"] - set(fields) - {"tokens", "input_ids", "routed_experts", "images"}
     names = {"group_id", "id", "rollout_id", "reward", "finish_reason"}
     assert documented - names == {"ref_logprobs", "shifted_old_logprobs", "shifted_rollout_logprobs"}
 

@@ -185,7 +185,8 @@ SECOND = ("response", "output", 2)
         (changed(TRACE, "nodes", 2, "parent", to=2), "nodes[2].parent: expected an earlier node, got 2"),
         (
             changed(TRACE, "nodes", 1, "message", to={"content": [{"type": "image_url"}]}),
-            "nodes[1].message: expected text only",
+            "nodes[1].message: expected text; only rows of token ids can have images (docs/images.md): "
+            "give those, or remove the row",
         ),
         (
             changed(TRACE, "nodes", 2, "loss_weights", to={"ce": [1.0, 1.0, 1.0]}),
@@ -234,7 +235,8 @@ SECOND = ("response", "output", 2)
         ),
         (
             changed(LIGHTNING, "triplets", 0, "prompt", "image_urls", to=["https://a"]),
-            "triplets[0].prompt.image_urls: expected text only",
+            "triplets[0].prompt.image_urls: expected text; only rows of token ids can have images "
+            "(docs/images.md): give those, or remove the row",
         ),
         (
             changed(GYM, "response", "output", to=[call([], [], [])]),  # as if without token ids

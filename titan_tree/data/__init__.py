@@ -5,6 +5,7 @@ readers/          readers of data formats: file -> records
 schema.py         the fields of a record, and their checks
 data_files.py     the files of a run: records -> groups -> trajectories; weights, sizes, checksums
 sample_reader.py  trajectories -> training samples (TokenPaths), by way of the tokenizer
+images.py         images of samples, resized as a model reads them
 turns.py          the turns of a group, as nodes of a tree
 advantages.py     rewards of a group -> advantages
 packing.py        shuffles groups, merges paths into trees, packs trees into micro-batches; finds lines that

@@ -1,9 +1,10 @@
 """Merge report: where the paths of a token tree diverge, and why.
 
-Two samples diverge for one of five reasons:
+Two samples diverge for one of six reasons:
 
 - One of them ends.
 - Their texts differ.
+- Their images differ. Images are equal if all their pixels are.
 - The chat template dropped a thought: one sample has the reasoning of a turn, and the other one continues
   without it. Qwen3's template does so once the user speaks again.
 - The chat template added an empty think block: as above, but the thought has no text. Qwen3's template
@@ -27,6 +28,7 @@ from rich.cells import cell_len
 from rich.text import Text
 from rich.tree import Tree
 
+from titan_tree.data.images import text_of
 from titan_tree.errors import count, printable
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
@@ -37,6 +39,7 @@ RETOKENIZED = "same text, other tokens"
 DROPPED_THOUGHT = "the template dropped a thought"
 EMPTY_BLOCK = "the template added an empty think block"
 OTHER_TEXT = "other text"
+OTHER_IMAGE = "another image"
 OTHER_TOKENS = "other tokens"  # the reason if the text is unknown
 CONTEXT = 24  # tokens that are compared and shown around a branch point
 SHOWN = 50  # of these, at most so many characters are shown
@@ -90,6 +93,7 @@ def branch_points(tree: TokenTree, decode: Decode | None = None) -> list[BranchP
 
 def _branch_points(tree: TokenTree, decode: Decode | None) -> Iterator[BranchPoint]:
     ending = np.bincount(tree.path_node, minlength=len(tree.node_parent))
+    text = text_of(tree, decode or _ids)
     children: list[list[int]] = [[] for _ in range(len(tree.node_parent) + 1)]  # [-1]: the roots
     for node, parent in enumerate(tree.node_parent.tolist()):
         children[parent].append(node)
@@ -104,29 +108,39 @@ def _branch_points(tree: TokenTree, decode: Decode | None) -> Iterator[BranchPoi
             depth=int(tree.node_depth[node] + tree.node_length[node]) if node >= 0 else 0,
             n_paths=int(tree.node_paths[node]) if node >= 0 else len(tree.paths),
             n_ending=int(ending[node]) if node >= 0 else 0,
-            before=_text(before, decode),
-            children=tuple(_children(tree, nodes, before, decode)),
+            before=text(before),
+            children=tuple(_children(tree, nodes, before, decode, text)),
         )
 
 
-def _children(tree: TokenTree, nodes: list[int], before: list[int], decode: Decode | None) -> Iterator[Child]:
+def _children(
+    tree: TokenTree,
+    nodes: list[int],
+    before: np.ndarray,
+    decode: Decode | None,
+    text: Callable[[slice | np.ndarray], str],
+) -> Iterator[Child]:
     """Yields the children at a branch point, heaviest first, which is their order in the tree."""
     siblings: list[tuple[int, list[int]]] = []  # heavier siblings: node, and how it begins
     for node in nodes:
         start, end = int(tree.node_offsets[node]), int(tree.node_subtree_end[node])
-        ahead = tree.tokens[start : start + min(CONTEXT, _heavy_length(tree, node))].tolist()
+        shown = slice(start, start + min(CONTEXT, _heavy_length(tree, node)))
+        ahead = tree.tokens[shown].tolist()
         if not siblings:
             reason = ""
+        elif tree.image_row is not None and tree.image_row[start] >= 0:
+            reason = OTHER_IMAGE
         elif decode is None:
             reason = OTHER_TOKENS
         elif any(_same_text(ahead, tokens, decode) for _, tokens in siblings):
             reason = RETOKENIZED
         else:
             pairs = [(node, other) for other, _ in siblings]
-            thoughts = set[str]().union(*(_thoughts_left_out(tree, pair, before, decode) for pair in pairs))
+            shared = tree.tokens[before].tolist()
+            thoughts = set[str]().union(*(_thoughts_left_out(tree, pair, shared, decode) for pair in pairs))
             reason = DROPPED_THOUGHT if any(thoughts) else EMPTY_BLOCK if thoughts else OTHER_TEXT
         siblings.append((node, ahead))
-        yield Child(node, ahead[0], _text(ahead, decode), int(tree.node_paths[node]), end - start, reason)
+        yield Child(node, ahead[0], text(shown), int(tree.node_paths[node]), end - start, reason)
 
 
 def _heavy_length(tree: TokenTree, node: int) -> int:
@@ -137,14 +151,14 @@ def _heavy_length(tree: TokenTree, node: int) -> int:
     return int(tree.node_offsets[node + 1] - tree.node_offsets[first])
 
 
-def _tokens_before(tree: TokenTree, end: int) -> list[int]:
-    """Returns the last tokens of the path that ends before index ``end`` of the tree."""
+def _tokens_before(tree: TokenTree, end: int) -> np.ndarray:
+    """Returns the indices of the last tokens of the path that ends before index ``end`` of the tree."""
     before: list[int] = []
     token = end - 1
     while token >= 0 and len(before) < CONTEXT:
-        before.append(int(tree.tokens[token]))
+        before.append(token)
         token = int(tree.predecessor[token])
-    return before[::-1]
+    return np.array(before[::-1], int)
 
 
 def _same_text(a: list[int], b: list[int], decode: Decode) -> bool:
@@ -224,8 +238,8 @@ def _paths_through(tree: TokenTree, node: int) -> list[TokenPath]:
     return [tree.paths[p] for p in longer[tokens == tree.node_offsets[node]]]
 
 
-def _text(tokens: list[int], decode: Decode | None) -> str:
-    return decode(tokens) if decode else " ".join(map(str, tokens))
+def _ids(tokens: list[int]) -> str:
+    return " ".join(map(str, tokens))
 
 
 def render_report(tree: TokenTree, decode: Decode | None = None, width: int = 160) -> Text:
@@ -263,10 +277,11 @@ def render_picture(tree: TokenTree, decode: Decode | None = None) -> Tree:
     ending = np.bincount(tree.path_node, minlength=len(tree.node_parent)).tolist()
     picture = Tree(f"{count(len(tree), 'token')}, {count(len(tree.paths), 'path')}")
     drawn: list[Tree] = []
+    text = text_of(tree, decode or _ids)
     for node, parent in enumerate(tree.node_parent.tolist()):
-        tokens = tree.tokens[tree.node_offsets[node] : tree.node_offsets[node + 1]]
-        label = Text(f"{count(len(tokens), 'token')}, {count(int(tree.node_paths[node]), 'path')}  ")
-        label.append(_quoted(_text(tokens[:CONTEXT].tolist(), decode)), style="cyan")
+        start, end = tree.node_offsets[node : node + 2].tolist()
+        label = Text(f"{count(end - start, 'token')}, {count(int(tree.node_paths[node]), 'path')}  ")
+        label.append(_quoted(text(slice(start, min(start + CONTEXT, end)))), style="cyan")
         if ending[node]:
             label.append(f"  {count(ending[node], 'path')} ending here", style="yellow")
         drawn.append((drawn[parent] if parent >= 0 else picture).add(label))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,10 +19,11 @@ from titan_tree.components.tree_tokenizer.templates import SETTINGS
 from titan_tree.components.tree_tokenizer.tool_calls import doubtful
 from titan_tree.data.advantages import advantages, check_options, rollout_rewards
 from titan_tree.data.data_files import DataFiles, Group, Trajectory, group_records, group_trajectories
+from titan_tree.data.images import Loaded, check_placeholders, record_images
 from titan_tree.data.packing import longest_path
 from titan_tree.data.readers import DEMO, Record, read_records
 from titan_tree.data.readers.chat import marked
-from titan_tree.data.readers.row_reader import file_of, warn_once
+from titan_tree.data.readers.row_reader import TEXT_ONLY, file_of, warn_once
 from titan_tree.data.schema import (
     KNOWN,
     PATH_FIELDS,
@@ -254,6 +256,8 @@ class SampleReader:
 
     def _check_fields(self, record: Record, fields: UnknownFields) -> None:
         """Raises UserError for unknown fields of a trajectory and of its messages."""
+        if is_text(record) or record.get("messages") is not None:
+            refuse_fields(record, ("images",), TEXT_ONLY)
         if is_text(record):
             check_record(record, "a text", fields)
         elif record.get("messages") is None:
@@ -269,10 +273,11 @@ class SampleReader:
 
     def _paths_by_trajectory(self, group: Group) -> list[tuple[Trajectory, list[TokenPath]]]:
         trajectories = []
+        loaded: Loaded = {}  # images of the group, each decoded once
         rollouts: dict[str | int, list[TokenPath]] = defaultdict(list)  # by rollout_id, or else by trajectory
         for number, trajectory in enumerate(group_trajectories(group, self.fields)):
             with errors_at(trajectory.place):
-                paths = self._trajectory_paths(trajectory)
+                paths = self._trajectory_paths(trajectory, loaded)
                 _set_preference(paths, trajectory.record, group.id)
                 name = record_name(trajectory.record, "rollout_id")
             trajectories.append((trajectory, paths))
@@ -305,8 +310,8 @@ class SampleReader:
             with errors_at(place):
                 path.advantage = advantage_array("advantage", value, len(path))
 
-    def _trajectory_paths(self, trajectory: Trajectory) -> list[TokenPath]:
-        _, name, record = trajectory
+    def _trajectory_paths(self, trajectory: Trajectory, loaded: Loaded) -> list[TokenPath]:
+        place, name, record = trajectory
         kinds = [kind for kind in TRAJECTORY_KINDS if record.get(kind) is not None]
         if is_text(record):
             paths = [self._text_path(name, record)]
@@ -316,9 +321,9 @@ class SampleReader:
             paths = self._conversation_paths(trajectory)
         else:
             self._check_fields(record, self.fields)
-            paths = [_token_path(name, kinds[0], record)]
+            paths = [_token_path(name, kinds[0], record, os.path.dirname(file_of(place)), loaded)]
             self.endings[ending(record.get("finish_reason"), "finish_reason")] += 1
-            self._warn_about_logprobs(trajectory.place, paths[0])
+            self._warn_about_logprobs(place, paths[0])
         for path in paths:
             path.check_limits(self.limits)
         return paths
@@ -469,12 +474,16 @@ def _trained_turns(
     return [item for item, weight in zip(numbered, weights, strict=True) if weight]
 
 
-def _token_path(name: str, kind: str, record: Record) -> TokenPath:
+def _token_path(name: str, kind: str, record: Record, folder: str, loaded: Loaded) -> TokenPath:
     """Returns the path of a trajectory whose field ``kind`` holds token ids; no loss on filtered ones."""
     fields = present_fields(record, (*TOKEN_FIELDS, *PATH_FIELDS))
     if isinstance(encoded := fields.get("routed_experts"), str):
         fields["routed_experts"] = decoded_array("routed_experts", encoded)
+    if "images" in fields:
+        fields["images"] = record_images(fields["images"], folder, loaded)
     path = TokenPath(record[kind], id=name, **fields)
+    if path.images:
+        check_placeholders(path)
     if ending(record.get("finish_reason"), "finish_reason") == "filtered":
         path.loss_mask = np.zeros_like(path.loss_mask)
     return path

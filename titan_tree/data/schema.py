@@ -6,7 +6,7 @@ trajectories can have:
 
     {"messages": [...], "tools"?, "turns"?, "chat_template_kwargs"?, ...} a conversation
     {"tokens" or "input_ids": [...], "loss_mask"?, "old_logprobs"?, "ref_logprobs"?, "rollout_logprobs"?,
-     "routed_experts"?, "sampling_mask"?, ...}                          token ids
+     "routed_experts"?, "sampling_mask"?, "images"?, ...}               token ids
     {"text": "...", "prompt"?, ...}                                     text without a chat template
     {"trajectories": [trajectories of any kind], "tools"?, "turns"?, ...} a task
 
@@ -29,7 +29,13 @@ from titan_tree.tree.paths import LOGPROBS
 TRAJECTORY_KINDS = ("messages", "tokens", "input_ids")  # a trajectory has exactly one of these fields,
 TEXT = "text"  # or only this one
 LOGPROB_FIELDS = (*LOGPROBS, *(f"shifted_{name}" for name in LOGPROBS))
-TOKEN_FIELDS = ("loss_mask", *LOGPROB_FIELDS, "routed_experts", "sampling_mask")  # only beside token ids
+TOKEN_FIELDS = (
+    "loss_mask",
+    *LOGPROB_FIELDS,
+    "routed_experts",
+    "sampling_mask",
+    "images",
+)  # only beside token ids
 PATH_FIELDS = ("weight", "advantage", "temperature", "policy_version")  # of the TokenPaths of any trajectory
 OWN_FIELDS = (  # of trajectories, not of tasks
     "id", "group_id", "rollout_id", "reward", "preference", "pair", "finish_reason",
@@ -77,6 +83,10 @@ ADVICE = {  # what to do about fields that are probably meant to be read
     "response_mask": "not read; give a loss_mask with one entry per token, 0 for the prompt",
     "finish_reason": "not read here; give each trajectory, or its last message, a finish_reason of its own",
     "from": "not read; write role and content, or name the list conversations, as in ShareGPT",
+    **dict.fromkeys(
+        ("pixel_values", "image_grid_thw", "multi_modal_data", "multi_modal_inputs"),
+        "not read; name the files of images in the field images (docs/images.md)",
+    ),
     "score": "not read; a reward is called reward",
     "reward": "not read here; give each trajectory a reward of its own",
     "preference": "not read here; give each trajectory a preference of its own",

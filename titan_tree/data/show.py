@@ -11,6 +11,7 @@ import numpy as np
 from rich.text import Text
 
 from titan_tree.components.tree_tokenizer import TreeTokenizer
+from titan_tree.data.images import label
 from titan_tree.errors import printable
 from titan_tree.tree.paths import TokenPath
 
@@ -60,7 +61,7 @@ def render_sample(
     names = sorted(tokenizer.special_tokens, key=len, reverse=True) if tokenizer else []
     escaped = re.compile("|".join(map(re.escape, [*names, OPEN, CLOSE, LEFT_OUT])))
     body, inside = Text(), False
-    for span in _spans(path.tokens, trained, _shown(trained, max_tokens), tokenizer):
+    for span in _spans(path, trained, _shown(trained, max_tokens), tokenizer):
         if span.is_trained != inside:
             inside = span.is_trained
             body.append(separator + (OPEN if inside else CLOSE), style="bold green")
@@ -119,36 +120,42 @@ def _shown(trained: np.ndarray, max_tokens: int | None) -> np.ndarray:
 
 
 def _spans(
-    tokens: np.ndarray, trained: np.ndarray, is_shown: np.ndarray, tokenizer: TreeTokenizer | None
+    path: TokenPath, trained: np.ndarray, is_shown: np.ndarray, tokenizer: TreeTokenizer | None
 ) -> Iterator[Span]:
     """Yields the sample in order. A character that spans several tokens is trained if one of them is."""
+    tokens, images = path.tokens, dict(path.images)
     special = set(tokenizer.special_tokens.values()) if tokenizer else set()
 
-    def look(character: tuple[int, int]) -> tuple[bool, bool, bool]:
+    def look(character: tuple[int, int]) -> tuple[bool, bool, bool, int | None]:
         start, end = character
         if not is_shown[start]:
-            return False, False, True
-        return bool(trained[start:end].any()), int(tokens[start]) in special, False
+            return False, False, True, None
+        image = start if start in images else None
+        return bool(trained[start:end].any()), int(tokens[start]) in special, False, image
 
-    for (is_trained, is_special, is_left_out), run in groupby(_characters(tokens, tokenizer), look):
+    for (is_trained, is_special, is_left_out, image), run in groupby(_characters(path, tokenizer), look):
         characters = list(run)
         start, end = characters[0][0], characters[-1][1]
         if is_left_out:
             size, count = end - start, int(trained[start:end].sum())
             some = f", {count:,} of them trained" if 0 < count < size else ""
             yield Span(f"{LEFT_OUT}... {size:,} tokens left out{some} ...⟩", count == size, is_left_out=True)
+        elif image is not None:
+            yield Span(label(images[image]), is_trained, is_special=True)
         elif tokenizer:
             yield Span(tokenizer.decode(tokens[start:end]), is_trained, is_special)
         else:
             yield Span(" ".join(map(str, tokens[start:end])), is_trained)
 
 
-def _characters(tokens: np.ndarray, tokenizer: TreeTokenizer | None) -> Iterator[tuple[int, int]]:
-    """Yields the ranges [start, end) of tokens that must be decoded together to give whole characters."""
-    start = 0
+def _characters(path: TokenPath, tokenizer: TreeTokenizer | None) -> Iterator[tuple[int, int]]:
+    """Yields the ranges [start, end) of tokens that give whole characters or images together."""
+    tokens, images, start = path.tokens, dict(path.images), 0
     while start < len(tokens):
         ends = range(start + 1, min(start + LONGEST_CHARACTER, len(tokens)) + 1)
-        if tokenizer:  # U+FFFD: bytes that are not a character, perhaps because the next token completes it
+        if start in images:
+            end = start + len(images[start])
+        elif tokenizer:  # U+FFFD: bytes that are not a character, perhaps because the next token completes it
             end = next((end for end in ends if "\ufffd" not in tokenizer.decode(tokens[start:end])), ends[0])
         else:
             end = ends[0]

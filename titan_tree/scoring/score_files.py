@@ -213,6 +213,7 @@ class _ScoreRun:
                     temperature=path.temperature,
                     sampling_mask=path.sampling_mask,
                     routed_experts=experts,
+                    images=path.images,
                 )
             )
         return TokenTree.from_paths(paths, replay)

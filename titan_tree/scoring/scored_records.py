@@ -5,11 +5,14 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
 from titan_tree.data.data_files import Group, Trajectory
+from titan_tree.data.images import named_images
+from titan_tree.data.readers.row_reader import file_of
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.data.schema import record_name
 from titan_tree.data.token_store import STORED
@@ -20,13 +23,14 @@ PlacedPath = tuple[TokenPath, dict[str, object]]  # a path, and the fields that 
 
 
 def placed_paths(reader: SampleReader, group: Group) -> list[PlacedPath]:
-    """Returns the paths of a group, each with "reward" and "rollout_id" of its record, if there are any.
+    """Returns the paths of a group, each with "reward", "rollout_id" and "images" of its record, if any.
 
     The paths of a trajectory with several paths get a rollout_id, because records of their own would be
     rollouts of their own.
 
     Raises:
-        UserError: see ``SampleReader.paths``; or a token store that does not say which paths are a rollout.
+        UserError: see ``SampleReader.paths``; or a token store that does not say which paths are a rollout,
+            or which files its images were.
     """
     place, first = group.records[0]
     if STORED in first:
@@ -36,20 +40,26 @@ def placed_paths(reader: SampleReader, group: Group) -> list[PlacedPath]:
                 f"{place}: a token store does not say which samples are one rollout, and these have several; "
                 "score the sources of the store"
             )
+        if any(path.images for path in paths):
+            raise UserError(
+                f"{place}: images: a token store does not name their files; score the sources of the store"
+            )
         return [(path, {}) for path in paths]
     trajectories = reader.paths_by_trajectory(group)
     return [
         (path, {name: value for name, value in fields.items() if value is not None})
         for number, (trajectory, paths) in enumerate(trajectories)
-        for fields in (_fields(trajectory, f"sample {number}" if len(paths) > 1 else None),)
         for path in paths
+        for fields in (_fields(trajectory, path, f"sample {number}" if len(paths) > 1 else None),)
     ]
 
 
-def _fields(trajectory: Trajectory, default_rollout: str | None) -> dict[str, object]:
+def _fields(trajectory: Trajectory, path: TokenPath, default_rollout: str | None) -> dict[str, object]:
+    folder = os.path.dirname(file_of(trajectory.place))
     return {
         "rollout_id": record_name(trajectory.record, "rollout_id") or default_rollout,
         "reward": trajectory.record.get("reward"),
+        "images": named_images(path, trajectory.record["images"], folder) if path.images else None,
     }
 
 

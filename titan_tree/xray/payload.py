@@ -23,13 +23,15 @@ from typing import Any
 import numpy as np
 
 from titan_tree.data.data_files import Group
+from titan_tree.data.images import text_of
 from titan_tree.data.packing import UngroupedLines
 from titan_tree.data.readers import OpenFile, Record, open_binary
 from titan_tree.data.turns import runs
 from titan_tree.errors import UserError, count
+from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 from titan_tree.xray.credit import answer_advantages, estimators
-from titan_tree.xray.rendering import KINDS, KindFinder, RenderedPath, Renderer
+from titan_tree.xray.rendering import IMAGE, KINDS, KindFinder, RenderedPath, Renderer
 from titan_tree.xray.runs import Curves
 from titan_tree.xray.secrets import CONTEXT, Secrets
 from titan_tree.xray.segments import Segments, find_reasons, find_segments, logprobs, texts
@@ -191,7 +193,7 @@ class Xray:
         scored = logprobs(tree, segments)
         samples = list(_samples(segments, rendered, self._has_text))
         if self._curves is not None and self._has_text:
-            self._show(rendered)
+            self._show(tree, rendered[0].path)
         self._trees.append(
             {
                 "id": group.id if self._has_text else f"tree {len(self._trees) + 1}",
@@ -227,6 +229,8 @@ class Xray:
         chosen = dict(zip(reversed(tree.path_node.tolist()), reversed(range(len(rendered))), strict=True))
         for leaf in reversed(tree.leaves.tolist()):
             kinds[tree.indices_of(chosen[leaf])] = self._kinds.kinds(rendered[chosen[leaf]])
+        if tree.image_row is not None:
+            kinds[tree.image_row >= 0] = IMAGE
         return kinds
 
     def _estimates_hidden(self, rendered: Sequence[RenderedPath]) -> Iterator[float]:
@@ -250,17 +254,17 @@ class Xray:
         """What is counted per token of a model."""
         return BYTES_PER_TOKEN if self._renderer.has_bytes else 1
 
-    def _show(self, rendered: Sequence[RenderedPath]) -> None:
+    def _show(self, tree: TokenTree, path: TokenPath) -> None:
         """Adds the first sample of a group to the samples of a run: its text, cut where the mask changes."""
         if len(self._shown) >= SHOWN_SAMPLES:
             return
-        path = rendered[0].path
+        text_at, index = text_of(tree, self._renderer.decode), tree.indices_of(0)
         is_trained = path.loss_mask > 0
         cuts = [0, *(np.flatnonzero(np.diff(is_trained)) + 1).tolist(), len(path)]
-        decode, excerpts = self._renderer.decode, []
+        excerpts = []
         for start, end in islice(pairwise(cuts), MOST_EXCERPTS):
-            before = decode(path.tokens[max(start - CONTEXT, 0) : start])
-            text = decode(path.tokens[start : min(end, start + EXCERPT)])
+            before = text_at(index[max(start - CONTEXT, 0) : start])
+            text = text_at(index[start : min(end, start + EXCERPT)])
             excerpts.append((self._secrets.text(text, before), int(is_trained[start])))
         self._shown.append({"title": path.id, "excerpts": excerpts})
 

@@ -23,8 +23,8 @@ from titan_tree.data.schema import present_fields
 from titan_tree.errors import UserError, errors_at
 from titan_tree.tree.paths import TokenPath
 
-KINDS = ("system", "tools", "user", "assistant", "thought", "tool", "other")
-SYSTEM, TOOLS, USER, ASSISTANT, THOUGHT, TOOL, OTHER = range(len(KINDS))
+KINDS = ("system", "tools", "user", "assistant", "thought", "tool", "other", "image")
+SYSTEM, TOOLS, USER, ASSISTANT, THOUGHT, TOOL, OTHER, IMAGE = range(len(KINDS))
 ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT, "tool": TOOL}
 BEGINS = [bytes([0xF8 + kind]) for kind in range(OTHER)]  # of messages; UTF-8 has no byte above 0xF7
 ENDS = b"\xff"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from titan_tree.data.divergence import ENDS, OTHER_TEXT, OTHER_TOKENS, RETOKENIZED, branch_points
+from titan_tree.data.images import text_of
 from titan_tree.data.turns import runs
 from titan_tree.tree.paths import LOGPROBS
 from titan_tree.tree.token_tree import TokenTree
@@ -26,6 +27,7 @@ DIFFERS = {  # why paths diverge, by the kind of message that differs
     "thought": f"{OTHER_TEXT} in a thought",
     "tool": f"{OTHER_TEXT} in a tool's result",
     "other": OTHER_TEXT,
+    "image": OTHER_TEXT,
 }
 
 
@@ -146,7 +148,7 @@ def find_reasons(
 
 def texts(tree: TokenTree, segments: Segments, decode: Decode, secrets: Secrets) -> list[str]:
     """Returns how the text of each segment begins, without secrets."""
-    shown = []
+    shown, text_at = [], text_of(tree, decode)
     for number, (start, length) in enumerate(
         zip(segments.first.tolist(), segments.tokens.tolist(), strict=True)
     ):
@@ -155,7 +157,7 @@ def texts(tree: TokenTree, segments: Segments, decode: Decode, secrets: Secrets)
             end = int(segments.first[above] + segments.tokens[above])
             before = decode(tree.tokens[max(int(segments.first[above]), end - CONTEXT) : end]) + before
             above = int(segments.parent[above])
-        text = decode(tree.tokens[start : start + min(length, TEXT + CONTEXT)])
+        text = text_at(slice(start, start + min(length, TEXT + CONTEXT)))
         shown.append(secrets.text(text, before)[:TEXT])
     return shown
 

@@ -16,8 +16,9 @@ REPEATED = {  # what each kind of message is called if it is repeated
     "thought": "earlier thoughts",
     "tool": "results of tools",
     "other": "other text",
+    "image": "images",
 }
-HISTORY = ("user", "assistant", "thought", "tool")
+HISTORY = ("user", "assistant", "thought", "tool", "image")
 MOST_REASONS = 4
 LEAST_RATIO = 1.05  # smaller ones would be shown as 1.0
 

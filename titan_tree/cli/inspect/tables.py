@@ -49,6 +49,7 @@ LEGEND = {
     "fan-out": "mean children of a branching node",
     "longest": "tokens of the longest path",
 }
+IMAGE_COUNTS = ("path_images", "images", "image_tokens")
 BLANK_TOKENS = 8  # of an empty think block, at most
 UNFINISHED = {  # endings of answers, and what is trained of them
     "cut off": "trained without an end",
@@ -150,21 +151,29 @@ class TreeSizes:
         stats: the numbers of tokens, paths and nodes.
         leaf_flops: operations of training one row per leaf path; 0 without --model.
         tree_flops: operations of training the tree; 0 without --model.
+        path_images: images on all paths.
+        images: distinct images of each tree.
+        image_tokens: tokens of these.
     """
 
     name: str
     stats: TreeStats
     leaf_flops: int = 0
     tree_flops: int = 0
+    path_images: int = 0
+    images: int = 0
+    image_tokens: int = 0
 
     @classmethod
     def of(cls, name: str, tree: TokenTree, costs: ModelCosts | None) -> TreeSizes:
         """Returns the sizes of a tree, and its operations in the model that has these costs."""
+        on_paths = sum(len(path.images) for path in tree.paths)
+        images = on_paths, len(tree.images), sum(map(len, tree.images))
         if costs is None:
-            return cls(name, tree.stats)
+            return cls(name, tree.stats, 0, 0, *images)
         rows = leaf_trees(tree.paths)  # what data.layout = "leaf" trains
-        flops = (costs.training_flops_of_trees(trees) for trees in (rows, [tree]))
-        return cls(name, tree.stats, *flops)
+        leaf_flops, tree_flops = (costs.training_flops_of_trees(trees) for trees in (rows, [tree]))
+        return cls(name, tree.stats, leaf_flops, tree_flops, *images)
 
     @classmethod
     def total(cls, sizes: Sequence[TreeSizes]) -> TreeSizes:
@@ -172,8 +181,10 @@ class TreeSizes:
         return cls(
             f"all {len(sizes):,}",
             TreeStats.total([tree.stats for tree in sizes]),
-            sum(tree.leaf_flops for tree in sizes),
-            sum(tree.tree_flops for tree in sizes),
+            *(
+                sum(getattr(tree, name) for tree in sizes)
+                for name in ("leaf_flops", "tree_flops", *IMAGE_COUNTS)
+            ),
         )
 
     @property
@@ -182,12 +193,14 @@ class TreeSizes:
         return self.leaf_flops / self.tree_flops if self.tree_flops else None
 
     def as_json(self) -> dict[str, object]:
-        """Returns all numbers. The bound by operations is missing without --model."""
+        """Returns all numbers, without the bound by operations if --model is missing, or images if none."""
         numbers: dict[str, object] = asdict(self.stats)
         for name in ("por", "por_samples", "bound", "branching"):
             numbers[name] = getattr(self.stats, name)
         if self.operation_bound is not None:
             numbers["operation_bound"] = self.operation_bound
+        if self.images:
+            numbers |= {name: getattr(self, name) for name in IMAGE_COUNTS}
         return numbers
 
     def cells(self) -> dict[str, str]:
@@ -359,6 +372,12 @@ def _print_table(console: Console, sizes: list[TreeSizes], limit: int) -> None:
         console.print(
             f"routed experts: recorded for {stats.n_rows:,} rows (one token in one layer); paths disagree on "
             f"{stats.n_disagreeing / stats.n_rows:.2%} of them, see data.replay",
+            highlight=False,
+        )
+    if total.images:
+        console.print(
+            f"images: {total.path_images:,} on all paths, {total.images:,} distinct, of "
+            f"{total.image_tokens:,} tokens; encodings saved: {total.path_images - total.images:,}",
             highlight=False,
         )
     largest = max(sizes, key=lambda tree: tree.stats.n_tree)

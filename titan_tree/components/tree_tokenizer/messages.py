@@ -121,8 +121,8 @@ def _content(content: object, role: str, where: str, separator: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and any(medium in kind for medium in MEDIA):
             raise UserError(
-                f"{where}[{index}]: expected text, got a part of type {shorten(kind)}; titan_tree trains on "
-                "text only, so remove the sample or replace the part with text"
+                f"{where}[{index}]: expected text, got a part of type {shorten(kind)}; only rows of "
+                "token ids can have images: give those, remove the sample, or replace the part with text"
             )
         if not (isinstance(part, dict) and kind == "text" and isinstance(part.get("text"), str)):
             raise UserError(

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from titan_tree.components.tree_tokenizer.endings import ending
 from titan_tree.data.readers import Record
-from titan_tree.data.readers.row_reader import expect
+from titan_tree.data.readers.row_reader import TEXT_ONLY, expect
 from titan_tree.errors import UserError, shorten
 
 Message = Record
@@ -192,10 +192,7 @@ def _part_text(part: object, where: str) -> str:
 
 def not_text(where: str, kind: object) -> UserError:
     """Returns the error for a content part of another kind than text."""
-    return UserError(
-        f"{where}: expected text, got a part of type {shorten(kind)}; titan_tree trains on text, not on "
-        "images, audio or files: remove the sample"
-    )
+    return UserError(f"{where}: got a part of type {shorten(kind)}, {TEXT_ONLY}")
 
 
 def without_temperature_0(record: Message) -> Message:

@@ -21,7 +21,7 @@ from titan_tree.data.readers.chat import (
     without,
     without_temperature_0,
 )
-from titan_tree.data.readers.row_reader import PAIR_COLUMNS, SAMPLED, RowReader, expect
+from titan_tree.data.readers.row_reader import PAIR_COLUMNS, SAMPLED, TEXT_ONLY, RowReader, expect
 from titan_tree.data.readers.sampled import recorded
 from titan_tree.data.readers.text_rows import is_trl_log, log_fields
 from titan_tree.errors import UserError, shorten
@@ -191,7 +191,7 @@ def _message(message: object, where: str) -> Message:
         str(message.get("role")), message.get("role")
     )
     if message.get("audio"):
-        raise UserError(f"{where}.audio: titan_tree trains on text; remove the sample")
+        raise UserError(f"{where}.audio: {TEXT_ONLY}")
     if isinstance(message.get("content"), list):
         result["content"] = content_of(message["content"], f"{where}.content")
     if (refusal := message.get("refusal")) is not None:

@@ -126,7 +126,7 @@ class OpenAIResponsesReader(RowReader):
             else:
                 raise UserError(
                     f"{place}: items of type {shorten(kind)} are not supported; expected message, reasoning, "
-                    "function_call or function_call_output. titan_tree trains on text: remove the sample"
+                    "function_call or function_call_output. titan_tree reads text here: remove the sample"
                 )
             if ending(ends, f"{place}.status") != "finished":
                 parts.append(("end", ends))

@@ -21,6 +21,9 @@ JSON_COLUMNS = (
     "messages", "tools", "functions", "trajectories", "conversations", "nodes", "triplets",
     "chat_template_kwargs",
 )  # fmt: skip
+TEXT_ONLY = (
+    "expected text; only rows of token ids can have images (docs/images.md): give those, or remove the row"
+)
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 PAIR_COLUMNS = ("chosen", "rejected")
 TOOL_CHOICE = (
@@ -48,6 +51,7 @@ class RowReader(Reader):
     """
 
     path = ""  # the file that is being read, for warnings
+    reads_images = False  # whether ``convert`` reads the column images
     reads_pairs = False  # whether ``convert`` reads the columns chosen and rejected
     reads_calls = False  # whether rows whose answer ``convert`` takes from ANSWER_COLUMNS are calls of an API
 
@@ -93,7 +97,7 @@ class RowReader(Reader):
             self.warn(ANSWER_SCHEMA)
         if any(map(restricts_tools, (row, row.get("request")))):
             self.warn(TOOL_CHOICE)
-        refuse_columns(row, PAIR_COLUMNS if self.reads_pairs else ())
+        refuse_columns(row, (*PAIR_COLUMNS * self.reads_pairs, *("images",) * self.reads_images))
         record = self.convert(decoded_columns(row))
         if not isinstance(record, dict):
             name = type(self).__name__
@@ -186,12 +190,10 @@ def decoded_columns(row: Record) -> Record:
 
 
 def refuse_columns(row: Record, allowed: Sequence[str] = ()) -> None:
-    """Raises UserError for images and audio, and for preferences except for the ``allowed`` columns."""
+    """Raises UserError for media and preferences, except for the ``allowed`` columns."""
     for name in MEDIA_COLUMNS:
-        if row.get(name):
-            raise UserError(
-                f"{name}: titan_tree trains on text, and this row has other media; remove the row"
-            )
+        if row.get(name) and name not in allowed:
+            raise UserError(f"{name}: {TEXT_ONLY}")
     for name in PREFERENCE_COLUMNS:
         if row.get(name) is not None and name not in allowed:
             raise UserError(

@@ -8,7 +8,7 @@ from typing import Any
 
 from titan_tree.data.readers import Record
 from titan_tree.data.readers.chat import mark_of, with_answers, without, without_temperature_0
-from titan_tree.data.readers.row_reader import RowReader, expect, warn_once
+from titan_tree.data.readers.row_reader import TEXT_ONLY, RowReader, expect, warn_once
 from titan_tree.data.readers.token_rows import TokenRowReader
 from titan_tree.errors import UserError, shorten
 
@@ -25,6 +25,7 @@ NO_IDS = (
     "some responses hold log-probs of tokens without ids, which are left out; log with return_token_ids = "
     "true, or score the file (titan-tree score)"
 )
+MEDIA = ("features", "multi_modal_data", "content_parts", "image_data", "video_data", "audio_data")
 SHAPELESS = "routed_experts: some are bytes without a shape (SGLang), which are left out"
 
 
@@ -173,6 +174,8 @@ class EngineCallReader(RowReader):
 
     def convert(self, row: Record) -> Record:
         request = expect(row.get("request"), dict, "request", "an object with a prompt")
+        if media := [name for name in MEDIA if request.get(name)]:
+            raise UserError(f"request.{media[0]}: {TEXT_ONLY}")
         response = row.get("response")
         choices = response.get("choices", [response]) if isinstance(response, dict) else response
         choices = expect(choices or None, list, "response.choices", "a list of answers; remove a failed call")

@@ -40,6 +40,7 @@ PER_ROW = {
     "rollout_id": ("rollout_id",),
     "id": ("id",),
     "routed_experts": ("routed_experts", "rollout_routed_experts", "rollout_expert_indices"),
+    "images": ("images",),
 }
 MARKS = ("finish_reason", "stop_reason", "status")
 FLAGS = ("truncated", "is_truncated")  # true: cut off
@@ -69,10 +70,13 @@ class TokenRowReader(RowReader):
     - ``labels`` (-100: not trained on) become a mask.
     - Tokens with 0 in ``attention_mask`` are padding and are removed, also those of ``prompt_mask``. A
       ``prompt_mask`` of zeros alone is a loss mask.
+    - ``start`` of an image counts the tokens of the prompt, those of the response, and padding.
     - ``MARKS`` and ``FLAGS`` say how the response ended. The ids of a response that was cut off are trained
       as they are.
     - Several temperatures in a row are refused. ``BOOKKEEPING`` is left out.
     """
+
+    reads_images = True
 
     def recognizes_row(self, row: Record) -> bool:
         if any(_are_ids(row.get(name)) for name in PROMPTS) and any(
@@ -226,6 +230,16 @@ def _remove_padding(record: Record, is_real: list[bool]) -> None:
             if len(values) != len(is_real):
                 raise UserError(f"{field}: expected {len(is_real)} entries beside padding, got {len(values)}")
             record[field] = [value for value, real in zip(values, is_real, strict=True) if real]
+    if isinstance(images := record.get("images"), list):
+        record["images"] = [_moved(image, is_real) for image in images]
+
+
+def _moved(image: object, is_real: list[bool]) -> object:
+    """Returns an entry of images with the start that it has without padding."""
+    start = image.get("start") if isinstance(image, dict) else None
+    if not isinstance(image, dict) or type(start) is not int or start < 0:
+        return image  # an error, once tokens are read
+    return {**image, "start": sum(is_real[:start])}
 
 
 def _temperature(columns: _Columns, name: str, loss_mask: list[float]) -> object:

@@ -7,7 +7,7 @@ const KINDS = {
   assistant: "#4aa382",
   thought: "#9b80c4",
 };
-Object.assign(KINDS, { tool: "#d98f54", other: "#a9a9a4" });
+Object.assign(KINDS, { tool: "#d98f54", other: "#a9a9a4", image: "#c77b9b" });
 export const kindColour = (kind) => KINDS[kind] ?? KINDS.other;
 
 // For ranks and partitions, whose neighbours must differ.

@@ -24,7 +24,10 @@ from titan_tree.data.readers.containers import json_objects
 from titan_tree.data.readers.row_reader import warn_once
 from titan_tree.errors import UserError
 
-IMAGES = "images became the text [image] or [document]; the model saw them, but titan_tree reads only text"
+IMAGES = (
+    "images became the text [image] or [document]; the model saw them, but only rows of token ids can have "
+    "images"
+)
 MEDIA = {"image": "image", "input_image": "image", "image_url": "image", "document": "document"}
 MAY_MATTER = (
     "{}: this kind of event is left out, and it is not known whether it changed what later answers read; "

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from titan_tree.data.readers import Record, Source
 from titan_tree.data.readers.chat import without
 from titan_tree.data.readers.harnesses.rollouts import NO_TOKENS, TraceReader, objects_in
-from titan_tree.data.readers.row_reader import expect
+from titan_tree.data.readers.row_reader import TEXT_ONLY, expect
 from titan_tree.errors import UserError, errors_at, shorten
 
 # Fields of a node with one entry per sampled token -> field of the schema, fill of other tokens.
@@ -22,7 +22,7 @@ NODE_LEFT_OUT = (
 )  # fmt: skip
 NODE_REFUSED = {
     "loss_weights": "losses chosen per token are not supported; remove it",
-    "multi_modal_data": "expected text only",
+    "multi_modal_data": TEXT_ONLY,
     "routed_experts": "expected none in a file, as verifiers writes it; remove it",
     "sampling_mask": "expected none, because its form in a trace is not known; sample with top_p = 1",
 }
@@ -141,7 +141,7 @@ def _check_node(fields: Record, index: int) -> None:
     if isinstance(content, list) and any(
         not isinstance(part, dict) or part.get("type") != "text" for part in content
     ):
-        raise UserError(f"{where}.message: expected text only")
+        raise UserError(f"{where}.message: {TEXT_ONLY}")
     fields["semantic_parents"] = objects_in(fields.get("semantic_parents") or [], f"{where}.semantic_parents")
     for name in ("token_ids", "mask"):
         fields[name] = expect(fields.get(name) or [], list, f"{where}.{name}", "a list")

@@ -1,0 +1,207 @@
+"""Reads images of data files as the processor of Qwen3-VL and Qwen3.5 does."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import os
+import re
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import numpy as np
+
+from titan_tree.config.files import regular
+from titan_tree.data.readers import Record
+from titan_tree.errors import UserError, shorten
+from titan_tree.tree.images import Image
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
+
+PATCH = 32  # pixels of a token: patches of 16 pixels, merged 2 x 2
+MIN_PIXELS, MAX_PIXELS = 65_536, 16_777_216  # after resizing, as in the snapshots of Qwen3-VL and Qwen3.5
+MAX_RATIO = 200  # of the longer to the shorter side
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")  # others may run programs, such as EPS
+FIELDS = ("start", "image", "hash")  # of an entry of a record's images
+
+Loaded = dict[str, Image]  # by absolute path or data: URL, and by key
+
+
+def record_images(entries: object, folder: str, loaded: Loaded) -> list[tuple[int, Image]]:
+    """Returns the field ``images`` of a record of token ids as TokenPath takes it.
+
+    Args:
+        entries: a list of ``{"start": index of the first token, "image": source, "hash"?: Image.key}``.
+        folder: the folder of the data file.
+        loaded: images that other records have read; it grows. Equal pixels are one array.
+
+    Raises:
+        UserError: a malformed entry, an unreadable image, or another hash.
+    """
+    if not isinstance(entries, list):
+        raise UserError(f"images: expected a list of objects, got {shorten(entries)}")
+    images = []
+    for index, entry in enumerate(entries):
+        where = f"images[{index}]"
+        if not isinstance(entry, dict) or type(entry.get("start")) is not int:
+            raise UserError(f'{where}: expected {{"start": integer, "image": path}}, got {shorten(entry)}')
+        if unknown := [name for name in entry if name not in FIELDS and entry[name] is not None]:
+            raise UserError(f"{where}.{unknown[0][:60]}: unknown field; expected {', '.join(FIELDS)}")
+        try:
+            image = load_image(entry.get("image"), folder, loaded)
+        except UserError as error:
+            raise UserError(f"{where}.image: {error}") from None
+        if entry.get("hash") not in (None, image.key):
+            raise UserError(
+                f"{where}.hash: expected {image.key}, that of the resized pixels, got "
+                f"{shorten(entry['hash'])}; the file has changed, or was resized otherwise"
+            )
+        images.append((entry["start"], image))
+    return images
+
+
+def named_images(path: TokenPath, entries: Sequence[Record], folder: str) -> list[Record]:
+    """Returns the field ``images`` of a record in any folder, with hashes.
+
+    Args:
+        path: what was read of the record.
+        entries, folder: see ``record_images``.
+    """
+    return [
+        {"start": start, "image": _absolute(entry["image"], folder), "hash": image.key}
+        for (start, image), entry in zip(path.images, entries, strict=True)
+    ]
+
+
+def check_placeholders(path: TokenPath) -> None:
+    """Raises UserError if ids of image tokens also occur outside of the path's images."""
+    is_lone = np.isin(path.tokens, [path.tokens[start] for start, _ in path.images])
+    for start, image in path.images:
+        is_lone[start : start + len(image)] = False
+    if is_lone.any():
+        token = int(is_lone.argmax())
+        sizes = ", ".join(f"{image.rows} x {image.columns}" for _, image in path.images)
+        raise UserError(
+            f"images: expected the token id {path.tokens[token]} only in images, of {sizes} tokens after "
+            f"resizing, got it at token {token}, too; give the files in the sizes that the sampler gave them"
+        )
+
+
+def load_image(source: object, folder: str, loaded: Loaded | None = None) -> Image:
+    """Returns an image as RGB, resized as transformers' processor of Qwen3-VL resizes it with Pillow.
+
+    The orientation of photos is applied. What is transparent becomes white, as in that processor and in
+    vLLM. Of an animation, the first picture is read.
+
+    Args:
+        source: the path of a file, relative to ``folder``; or a ``data:image/...;base64,`` URL.
+        loaded: see ``record_images``.
+
+    Raises:
+        UserError: Pillow is missing; another URL; a missing, damaged, too large or too long image.
+    """
+    if not isinstance(source, str) or not source:
+        raise UserError(f"expected the path of an image or a data: URL, got {shorten(source)}")
+    is_url = source.startswith("data:")
+    if not is_url and (scheme := re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", source)):
+        raise UserError(f"expected a path or a data: URL, got {scheme[0]}...; download the image first")
+    loaded = {} if loaded is None else loaded
+    name = _absolute(source, folder)
+    if name not in loaded:
+        image = Image(_resized(io.BytesIO(_decoded(source)) if is_url else _read(name), _short(name)), PATCH)
+        loaded[name] = loaded.setdefault(image.key, image)
+    return loaded[name]
+
+
+def _absolute(source: str, folder: str) -> str:
+    return source if source.startswith("data:") else os.path.abspath(os.path.join(folder, source))
+
+
+def _short(name: str) -> str:
+    return f"{name[:40]}..." if name.startswith("data:") else name
+
+
+def _decoded(url: str) -> bytes:
+    """Returns the bytes of a data: URL."""
+    head, _, text = url.partition(",")
+    if not (head.startswith("data:image/") and head.endswith(";base64")):
+        raise UserError(f"expected data:image/png;base64,... , got {shorten(head)}")
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise UserError(f"{_short(url)}: expected base64: {error}") from None
+
+
+def _read(file: str) -> io.BytesIO:
+    try:
+        with open(file, "rb", opener=regular) as opened:
+            return io.BytesIO(opened.read())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _resized(file: io.BytesIO, name: str) -> np.ndarray:
+    """Returns the pixels [H, W, 3] of an image file after resizing."""
+    try:
+        from PIL import Image as Pillow
+        from PIL import ImageOps
+    except ImportError:
+        raise UserError(
+            "reading images needs the package pillow; run pip install 'titan_tree[images]'"
+        ) from None
+    try:
+        picture = ImageOps.exif_transpose(Pillow.open(file, formats=FORMATS))
+        height, width = resized_size(picture.height, picture.width)
+        if "A" in picture.getbands() or picture.info.get("transparency") is not None:
+            picture = picture.convert("RGBA")
+            picture = Pillow.alpha_composite(Pillow.new("RGBA", picture.size, "white"), picture)
+        return np.array(picture.convert("RGB").resize((width, height), Pillow.Resampling.BICUBIC))
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
+    except Exception as error:  # decoders of damaged files raise errors of many kinds
+        raise UserError(f"{name}: expected an image ({', '.join(FORMATS)}): {error}") from None
+
+
+def resized_size(height: int, width: int) -> tuple[int, int]:
+    """Returns height and width after resizing: multiples of PATCH, in ``MIN_PIXELS`` to ``MAX_PIXELS``.
+
+    Raises:
+        UserError: one side is more than ``MAX_RATIO`` times the other.
+    """
+    if max(height, width) > MAX_RATIO * min(height, width):
+        raise UserError(
+            f"expected sides of at most {MAX_RATIO} : 1, got {width} x {height} pixels; crop the image"
+        )
+    rows, columns = round(height / PATCH), round(width / PATCH)
+    if rows * columns * PATCH**2 > MAX_PIXELS:
+        shrink = math.sqrt(height * width / MAX_PIXELS)
+        rows, columns = (max(1, math.floor(side / shrink / PATCH)) for side in (height, width))
+    elif rows * columns * PATCH**2 < MIN_PIXELS:
+        grow = math.sqrt(MIN_PIXELS / (height * width))
+        rows, columns = (math.ceil(side * grow / PATCH) for side in (height, width))
+    return rows * PATCH, columns * PATCH
+
+
+def label(image: Image) -> str:
+    """Returns what stands for an image in texts, with its width and height in pixels."""
+    height, width, _ = image.pixels.shape
+    return f"⟨image {width} x {height}⟩"
+
+
+def text_of(tree: TokenTree, decode: Callable[[list[int]], str]) -> Callable[[slice | np.ndarray], str]:
+    """Returns a function: indices of a tree's tokens -> their text, with a label for each run of an image."""
+    image_of_row = np.append(np.repeat(np.arange(len(tree.images)), [len(i) for i in tree.images]), -1)
+    image_of = None if tree.image_row is None else image_of_row[tree.image_row]
+
+    def text(index: slice | np.ndarray) -> str:
+        tokens = tree.tokens[index].tolist()
+        if image_of is None:
+            return decode(tokens)
+        pairs = zip(image_of[index].tolist(), tokens, strict=True)
+        return "".join(
+            decode([token for _, token in run]) if number < 0 else label(tree.images[number])
+            for number, run in groupby(pairs, lambda pair: pair[0])
+        )
+
+    return text
