@@ -30,7 +30,7 @@ from titan_tree.run.config import Config
 from titan_tree.run.model_setup import build_parallel_model, snapshot_model
 from titan_tree.run.settings import MetricsConfig
 from titan_tree.tree.paths import PER_TOKEN, TokenPath
-from titan_tree.tree.token_tree import TokenTree, common_prefix
+from titan_tree.tree.token_tree import TokenTree, common_prefix, merge_keys
 
 STD_B = 0.02  # of the factors B of a new LoRA
 
@@ -182,7 +182,8 @@ def _first(trees: Sequence[TokenTree], max_tokens: int, whole: bool) -> list[Tok
 def _around_branch(paths: Sequence[TokenPath], size: int) -> list[TokenPath]:
     """Returns ``size`` tokens of two paths, around the token where they diverge, or of the first path."""
     first, *others = paths
-    shared = [common_prefix(first.tokens, other.tokens) for other in others]
+    key, *other_keys = merge_keys(paths)[0]
+    shared = [common_prefix(key, other) for other in other_keys]
     for number, other in zip(shared, others, strict=True):
         if number < min(len(first), len(other)):
             start = max(0, number - size // 2)
@@ -191,7 +192,13 @@ def _around_branch(paths: Sequence[TokenPath], size: int) -> list[TokenPath]:
 
 
 def _part(path: TokenPath, start: int, stop: int) -> TokenPath:
+    """Returns the tokens ``start``, .., ``stop`` - 1 of a path, and the whole of images that they cut."""
+    for begin, image in path.images:
+        end = begin + len(image)
+        start = begin if begin < start < end else start
+        stop = end if begin < stop < end else stop
     part, mask = copy.copy(path), path.sampling_mask
+    part.images = tuple((begin - start, image) for begin, image in path.images if start <= begin < stop)
     for name in ("tokens", "loss_mask", "policy_version", *PER_TOKEN):
         if (values := getattr(path, name)) is not None:
             setattr(part, name, values[start:stop].copy())

@@ -221,7 +221,12 @@ def leaks(step: TreeStep, micro_batches: Sequence[Sequence[TokenTree]]) -> Compa
             tokens[own] = tree.tokens[own]
             if len(own) == len(tree):
                 continue
-            after, _ = score_tree(step, dataclasses.replace(tree, tokens=tokens))
+            other = dataclasses.replace(tree, tokens=tokens)
+            if tree.image_row is not None:  # images become text
+                image_row = np.full_like(tree.image_row, -1)
+                image_row[own] = tree.image_row[own]
+                other = dataclasses.replace(other, image_row=image_row)
+            after, _ = score_tree(step, other)
             for layer, (a, b) in enumerate(zip(before, after, strict=True)):
                 error = relative(b[torch.from_numpy(own)], a[torch.from_numpy(own)])
                 rows.append((error, f"layers.{layer}, path {tree.paths[number].id or number}"))

@@ -20,6 +20,7 @@ from titan_tree.components.lora import is_transposed, merged
 from titan_tree.components.tree_loss.loss import TreeLoss
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.settings import ParallelConfig
+from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf.names import model_name
 from titan_tree.models.hf.snapshot_files import CONFIG, read_json
@@ -92,8 +93,12 @@ class TransformersReference(Reference):
         device: torch.device,
     ) -> None:
         self.model, self.weights = model, weights
-        self.module: Any = import_transformers().unmodified(folder, dtype).to(device)
-        self.layers = list(self.module.base_model.layers)
+        images = model.visual is not None
+        self.module: Any = import_transformers().unmodified(folder, dtype, images).to(device)
+        base = self.module.base_model
+        self.layers = list((base.language_model if images else base).layers)
+        if model.visual is not None:
+            base.visual.requires_grad_(any(p.requires_grad for p in model.visual.parameters()))
         if self.module.supports_gradient_checkpointing:  # it needs the mode of training; there is no dropout
             name = "activation_checkpointing_enable"  # older versions have another name for it
             enable = getattr(self.module, name, None) or self.module.gradient_checkpointing_enable
@@ -102,7 +107,8 @@ class TransformersReference(Reference):
 
     def score(self, path: TokenPath) -> tuple[Tensor, Tensor]:
         tokens = torch.from_numpy(path.tokens).long().to(self.module.device)
-        logits = self.module(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+        images = self._images(path) if path.images else {}
+        logits = self.module(input_ids=tokens[None], use_cache=False, **images).logits[0, :-1]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / path.temperature
         if path.sampling_mask is not None:
             kept = torch.zeros(logits.shape, dtype=torch.bool)
@@ -113,10 +119,43 @@ class TransformersReference(Reference):
         entropy = -(logprobs.exp() * logprobs.clamp_min(torch.finfo(logits.dtype).min)).sum(-1)
         return logprobs.gather(1, tokens[1:, None])[:, 0], entropy
 
+    def _images(self, path: TokenPath) -> dict[str, Tensor]:
+        """Returns what the processor of transformers makes of a path's images.
+
+        The model of transformers finds images by the placeholder's id, and counts positions by itself.
+        """
+        from titan_tree.models.vision import patches  # needs transformers
+
+        config, where = self.module.config, f"path {path.id or '?'}: images"
+        assert isinstance(self.model, Decoder)
+        if "image_token_id" not in (self.model.vision_json or {}):  # the flavor "debug"
+            config.image_token_id = int(path.tokens[path.images[0][0]])
+        is_image = np.zeros(len(path), bool)
+        for start, image in path.images:
+            if is_image[max(0, start - 1)]:
+                raise UserError(
+                    f"{where}: expected text between images, without which transformers takes them for one, "
+                    f"got one that begins at token {start}, right after another; certify other paths"
+                )
+            is_image[start : start + len(image)] = True
+        if (differs := (path.tokens == config.image_token_id) != is_image).any():
+            raise UserError(
+                f"{where}: expected the id {config.image_token_id} (image_token_id of config.json) at their "
+                f"tokens and nowhere else, got {path.tokens[differs][0]} at token {differs.argmax()}"
+            )
+        c = config.vision_config
+        sizes = c.patch_size, c.spatial_merge_size, c.temporal_patch_size
+        of_images = [patches(torch.from_numpy(image.pixels), *sizes) for _, image in path.images]
+        pixels, grids = zip(*of_images, strict=True)
+        inputs = {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.cat(grids)}
+        inputs["mm_token_type_ids"] = torch.from_numpy(is_image)[None].int()
+        return {name: tensor.to(self.module.device) for name, tensor in inputs.items()}
+
     def gradients(self) -> dict[str, Tensor]:
         found = {
             name: torch.zeros_like(p, device="cpu") if p.grad is None else p.grad.cpu()
             for name, p in self.module.named_parameters()
+            if p.requires_grad
         }
         named = _named(self.model, found, self.module.base_model_prefix)
         if self.model.lora is None:
