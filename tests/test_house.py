@@ -9,22 +9,22 @@ from tests.docs.dense_step import LIST, PAGE, table
 from tests.support.house import circles, counts, traced_step
 
 LIMITS = {
-    "files": 314,
-    "lines": 55_699,
-    "files of the core": 233,
-    "lines of the core": 43_094,
-    "classes": 412,
+    "files": 317,
+    "lines": 56_640,
+    "files of the core": 236,
+    "lines of the core": 43_937,
+    "classes": 413,
     "rooms": 18,
     "arrows between rooms": 97,
     "arrows with types": 106,
     "files in circles": 0,
-    "files reached from the trainer": 160,
-    "lines reached from the trainer": 29_896,
-    "Any": 321,
-    "words of documentation": 46_124,
-    "lines of tests": 49_074,
-    "files acting in a dense step": 84,
-    "classes acting in a dense step": 74,
+    "files reached from the trainer": 163,
+    "lines reached from the trainer": 30_700,
+    "Any": 323,
+    "words of documentation": 47_625,
+    "lines of tests": 50_762,
+    "files acting in a dense step": 85,
+    "classes acting in a dense step": 75,
 }
 
 

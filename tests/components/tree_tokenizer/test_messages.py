@@ -115,8 +115,8 @@ ASSISTANT_ONLY = ": expected only on assistant messages, got it on role 'user'"
 CALL = "[1].tool_calls[0]"
 MEDIA = ("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url")
 TEXT_ONLY = (
-    "[0].content[0]: expected text, got a part of type '{}'; titan_tree trains on text only, so remove the "
-    "sample or replace the part with text"
+    "[0].content[0]: expected text, got a part of type '{}'; only rows of token ids can have images: "
+    "give those, remove the sample, or replace the part with text"
 )
 LIST_PART = {"role": "user", "content": [{"type": ["image"]}]}
 SURROGATE = "expected Unicode text, got a lone surrogate in 'a\\ud83d!'"
