@@ -10,19 +10,19 @@ from tests.support.house import circles, counts, traced_step
 
 LIMITS = {
     "files": 317,
-    "lines": 56_640,
+    "lines": 56_644,
     "files of the core": 236,
-    "lines of the core": 43_937,
+    "lines of the core": 43_941,
     "classes": 413,
     "rooms": 18,
     "arrows between rooms": 97,
     "arrows with types": 106,
     "files in circles": 0,
     "files reached from the trainer": 163,
-    "lines reached from the trainer": 30_700,
+    "lines reached from the trainer": 30_704,
     "Any": 323,
     "words of documentation": 47_625,
-    "lines of tests": 50_762,
+    "lines of tests": 50_766,
     "files acting in a dense step": 85,
     "classes acting in a dense step": 75,
 }

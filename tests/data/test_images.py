@@ -187,7 +187,11 @@ MISTAKES = {
     "no base64": (row("data:image/png;base64,a$b="), r"images\[0\].image: data:image/png;base64,.*: expecte"),
     "a video": (row("data:video/mp4;base64,aa=="), r"images\[0\].image: expected data:image/png;base64,"),
     "damage": (row("cut.png"), r"images\[0\].image: .*/cut.png: expected an image \(PNG, .*truncated"),
-    "text": (row("rows.jsonl"), r"images\[0\].image: .*/rows.jsonl: expected an image \(PNG, "),
+    "text": (
+        row("rows.jsonl"),
+        r"images\[0\].image: .*/rows.jsonl: expected an image \(.*\): cannot identify image file$",
+    ),
+    "a long name": (row("x" * 5000), r"images\[0\].image: .{300}\.\.\.: cannot be read: File name too long$"),
     "a bomb": (row("bomb.png"), r"images\[0\].image: .*/bomb.png: expected an image .* exceeds limit of 17"),
     "a line": (row("line.png"), r"images\[0\].image: .*/line.png: expected sides of at most 200 : 1, got 2"),
     "hash": (changed(hash="ab"), ABOUT_HASH),

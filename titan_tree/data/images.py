@@ -119,7 +119,8 @@ def _absolute(source: str, folder: str) -> str:
 
 
 def _short(name: str) -> str:
-    return f"{name[:40]}..." if name.startswith("data:") else name
+    length = 40 if name.startswith("data:") else 300
+    return name if len(name) <= length else f"{name[:length]}..."
 
 
 def _decoded(url: str) -> bytes:
@@ -138,7 +139,9 @@ def _read(file: str) -> io.BytesIO:
         with open(file, "rb", opener=regular) as opened:
             return io.BytesIO(opened.read())
     except (OSError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise UserError(
+            f"{_short(file)}: cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
 
 
 def _resized(file: io.BytesIO, name: str) -> np.ndarray:
@@ -160,7 +163,8 @@ def _resized(file: io.BytesIO, name: str) -> np.ndarray:
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
     except Exception as error:  # decoders of damaged files raise errors of many kinds
-        raise UserError(f"{name}: expected an image ({', '.join(FORMATS)}): {error}") from None
+        reason = str(error).partition(" <_io")[0]  # the file is bytes in memory, whose address says nothing
+        raise UserError(f"{name}: expected an image ({', '.join(FORMATS)}): {reason}") from None
 
 
 def resized_size(height: int, width: int) -> tuple[int, int]:
