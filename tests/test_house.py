@@ -10,7 +10,7 @@ from tests.support.house import circles, counts, traced_step
 
 LIMITS = {
     "files": 317,
-    "lines": 56_644,
+    "lines": 56_646,
     "files of the core": 236,
     "lines of the core": 43_941,
     "classes": 413,
@@ -22,7 +22,7 @@ LIMITS = {
     "lines reached from the trainer": 30_704,
     "Any": 323,
     "words of documentation": 47_625,
-    "lines of tests": 50_766,
+    "lines of tests": 50_773,
     "files acting in a dense step": 85,
     "classes acting in a dense step": 75,
 }

@@ -238,3 +238,10 @@ def test_a_router_without_balance_needs_more(capsys):
 )
 def test_wrong_input_is_one_line(capsys, arguments, message):
     assert message in refusal(capsys, *arguments)
+
+
+def test_a_tower_is_named_as_missing(capsys):
+    keys = "model.name=qwen3_5", "model.vision=train"
+    alone, found = (plan(capsys, DEMO, *more) for more in (keys[:1], keys))
+    (note,) = set(found["notes"]) - set(alone["notes"])
+    assert note == "the tower needs more memory and time for images than computed, one image at a time"

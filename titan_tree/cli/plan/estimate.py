@@ -110,6 +110,8 @@ def _notes(config: Config, plan: MemoryPlan, counts: StepCounts, groups: int, fi
     notes += [f"activations are those of torch {torch.__version__.partition('+')[0]}"]
     if plan.gpus > 1 and plan.is_partitioned and config.parallel.reduce_gradients == "every":
         notes.append("trees are partitioned, so training will refuse parallel.reduce_gradients = every")
+    if config.model.vision != "off":
+        notes.append("the tower needs more memory and time for images than computed, one image at a time")
     if config.data.layout == "tree" and counts.por_samples <= 0:
         notes.append("samples share nothing, so trees save nothing; titan-tree inspect FILE says why")
     if groups % config.data.global_batch_groups:
