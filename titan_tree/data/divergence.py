@@ -28,7 +28,7 @@ from rich.cells import cell_len
 from rich.text import Text
 from rich.tree import Tree
 
-from titan_tree.data.images import text_of
+from titan_tree.data.show import text_with_images
 from titan_tree.errors import count, printable
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
@@ -93,7 +93,7 @@ def branch_points(tree: TokenTree, decode: Decode | None = None) -> list[BranchP
 
 def _branch_points(tree: TokenTree, decode: Decode | None) -> Iterator[BranchPoint]:
     ending = np.bincount(tree.path_node, minlength=len(tree.node_parent))
-    text = text_of(tree, decode or _ids)
+    text = text_with_images(tree, decode or _ids)
     children: list[list[int]] = [[] for _ in range(len(tree.node_parent) + 1)]  # [-1]: the roots
     for node, parent in enumerate(tree.node_parent.tolist()):
         children[parent].append(node)
@@ -277,7 +277,7 @@ def render_picture(tree: TokenTree, decode: Decode | None = None) -> Tree:
     ending = np.bincount(tree.path_node, minlength=len(tree.node_parent)).tolist()
     picture = Tree(f"{count(len(tree), 'token')}, {count(len(tree.paths), 'path')}")
     drawn: list[Tree] = []
-    text = text_of(tree, decode or _ids)
+    text = text_with_images(tree, decode or _ids)
     for node, parent in enumerate(tree.node_parent.tolist()):
         start, end = tree.node_offsets[node : node + 2].tolist()
         label = Text(f"{count(end - start, 'token')}, {count(int(tree.node_paths[node]), 'path')}  ")

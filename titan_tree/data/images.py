@@ -7,8 +7,7 @@ import io
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,7 +16,6 @@ from titan_tree.data.readers import Record
 from titan_tree.errors import UserError, shorten
 from titan_tree.tree.images import Image
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_tree import TokenTree
 
 PATCH = 32  # pixels of a token: patches of 16 pixels, merged 2 x 2
 MIN_PIXELS, MAX_PIXELS = 65_536, 16_777_216  # after resizing, as in the snapshots of Qwen3-VL and Qwen3.5
@@ -185,27 +183,3 @@ def resized_size(height: int, width: int) -> tuple[int, int]:
         grow = math.sqrt(MIN_PIXELS / (height * width))
         rows, columns = (math.ceil(side * grow / PATCH) for side in (height, width))
     return rows * PATCH, columns * PATCH
-
-
-def label(image: Image) -> str:
-    """Returns what stands for an image in texts, with its width and height in pixels."""
-    height, width, _ = image.pixels.shape
-    return f"⟨image {width} x {height}⟩"
-
-
-def text_of(tree: TokenTree, decode: Callable[[list[int]], str]) -> Callable[[slice | np.ndarray], str]:
-    """Returns a function: indices of a tree's tokens -> their text, with a label for each run of an image."""
-    image_of_row = np.append(np.repeat(np.arange(len(tree.images)), [len(i) for i in tree.images]), -1)
-    image_of = None if tree.image_row is None else image_of_row[tree.image_row]
-
-    def text(index: slice | np.ndarray) -> str:
-        tokens = tree.tokens[index].tolist()
-        if image_of is None:
-            return decode(tokens)
-        pairs = zip(image_of[index].tolist(), tokens, strict=True)
-        return "".join(
-            decode([token for _, token in run]) if number < 0 else label(tree.images[number])
-            for number, run in groupby(pairs, lambda pair: pair[0])
-        )
-
-    return text

@@ -1,9 +1,9 @@
-"""Shows a training sample as it is trained: which tokens the loss counts, and which tokens are special."""
+"""Shows tokens as texts: a sample as it is trained, with its special tokens; and images by their sizes."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import NamedTuple
 
@@ -11,9 +11,10 @@ import numpy as np
 from rich.text import Text
 
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.data.images import label
 from titan_tree.errors import printable
+from titan_tree.tree.images import Image
 from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
 
 OPEN, CLOSE = "⟦", "⟧"  # around trained tokens, so that they are visible without color
 LEFT_OUT = "⟨"  # before the number of tokens that are not shown
@@ -161,3 +162,29 @@ def _characters(path: TokenPath, tokenizer: TreeTokenizer | None) -> Iterator[tu
             end = ends[0]
         yield start, end
         start = end
+
+
+def label(image: Image) -> str:
+    """Returns what stands for an image in texts, with its width and height in pixels."""
+    height, width, _ = image.pixels.shape
+    return f"⟨image {width} x {height}⟩"
+
+
+def text_with_images(
+    tree: TokenTree, decode: Callable[[list[int]], str]
+) -> Callable[[slice | np.ndarray], str]:
+    """Returns a function: indices of a tree's tokens -> their text, with a label for each run of an image."""
+    image_of_row = np.append(np.repeat(np.arange(len(tree.images)), [len(i) for i in tree.images]), -1)
+    image_of = None if tree.image_row is None else image_of_row[tree.image_row]
+
+    def text(index: slice | np.ndarray) -> str:
+        tokens = tree.tokens[index].tolist()
+        if image_of is None:
+            return decode(tokens)
+        pairs = zip(image_of[index].tolist(), tokens, strict=True)
+        return "".join(
+            decode([token for _, token in run]) if number < 0 else label(tree.images[number])
+            for number, run in groupby(pairs, lambda pair: pair[0])
+        )
+
+    return text

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from titan_tree.data.data_files import Group
-from titan_tree.data.images import text_of
 from titan_tree.data.packing import UngroupedLines
 from titan_tree.data.readers import OpenFile, Record, open_binary
+from titan_tree.data.show import text_with_images
 from titan_tree.data.turns import runs
 from titan_tree.errors import UserError, count
 from titan_tree.tree.paths import TokenPath
@@ -258,7 +258,7 @@ class Xray:
         """Adds the first sample of a group to the samples of a run: its text, cut where the mask changes."""
         if len(self._shown) >= SHOWN_SAMPLES:
             return
-        text_at, index = text_of(tree, self._renderer.decode), tree.indices_of(0)
+        text_at, index = text_with_images(tree, self._renderer.decode), tree.indices_of(0)
         is_trained = path.loss_mask > 0
         cuts = [0, *(np.flatnonzero(np.diff(is_trained)) + 1).tolist(), len(path)]
         excerpts = []

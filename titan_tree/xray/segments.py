@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from titan_tree.data.divergence import ENDS, OTHER_TEXT, OTHER_TOKENS, RETOKENIZED, branch_points
-from titan_tree.data.images import text_of
+from titan_tree.data.show import text_with_images
 from titan_tree.data.turns import runs
 from titan_tree.tree.paths import LOGPROBS
 from titan_tree.tree.token_tree import TokenTree
@@ -148,7 +148,7 @@ def find_reasons(
 
 def texts(tree: TokenTree, segments: Segments, decode: Decode, secrets: Secrets) -> list[str]:
     """Returns how the text of each segment begins, without secrets."""
-    shown, text_at = [], text_of(tree, decode)
+    shown, text_at = [], text_with_images(tree, decode)
     for number, (start, length) in enumerate(
         zip(segments.first.tolist(), segments.tokens.tolist(), strict=True)
     ):
