@@ -91,9 +91,7 @@ class Decoder(TreeModel):
         features: Sequence[Tensor] = (),
     ) -> LayerOutput:
         rope = self.make_rope(layout.positions)
-        if (
-            layout.positions.ndim == 2
-        ):  # layers read only the rotary embedding, and keep their compiled graphs
+        if layout.positions.ndim == 2:  # layers read only the rotary embedding: no further compiled graphs
             layout = dataclasses.replace(layout, positions=layout.positions[0])
         x = F.embedding(batch.tokens, embedding)
         of_images: list[Tensor] = []

@@ -107,10 +107,10 @@ class Rope:
         if positions.ndim == 1:
             angle = positions[:, None, None].float() * frequencies
         else:
-            axis = torch.zeros(rotary_dim // 2, dtype=torch.int64)
+            axis = torch.zeros(rotary_dim // 2, dtype=torch.int64, device=positions.device)
             for i in (1, 2):
                 axis[i : 3 * sections[i] : 3] = i
-            angle = positions[axis.to(positions.device)].T.contiguous()[:, None].float() * frequencies
+            angle = positions[axis].T.contiguous()[:, None].float() * frequencies
         return Rope(angle.cos(), angle.sin())
 
     def rotate(self, x: Tensor) -> Tensor:
