@@ -33,12 +33,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks import steps
-from benchmarks.experts import balanced_experts, exposed_ms
+from benchmarks.experts import balanced_experts, exposed_ms, slowest
 from benchmarks.timers import Contender, add_rounds, peak_memory, reset_peak_memory, run_rounds, wall_s
 from benchmarks.trees import SHAPES, random_tree
 from titan_tree.cli.bench.record import Row, device_name
 from titan_tree.distributed import titan
-from titan_tree.distributed.collectives import all_reduce_max
 from titan_tree.distributed.settings import ParallelConfig
 from titan_tree.engine.step_io import StepInput
 from titan_tree.models.tree_model import TreeModel
@@ -131,13 +130,13 @@ def measure_all(args: argparse.Namespace, way: str, ranks: DeviceMesh, device: t
             dist.barrier()
             seconds = wall_s(lambda: update(step, prepared))
             peak = peak_memory(device) / 2**30
-            return [dict(zip(("s", "GiB"), slowest(seconds, peak, device=device), strict=True))]
+            return [{"s": slowest(seconds), "GiB": slowest(peak)}]
 
         for _ in range(2):
             measure()  # compiles
         contender.measure = measure
         run_rounds([contender], args.rounds)
-        (contender.exposed,) = slowest(exposed_ms(partial(update, step, prepared), 1), device=device)
+        contender.exposed = slowest(exposed_ms(partial(update, step, prepared), 1))
         contender.measure = list  # keeps no model alive
         found.append(contender)
     return found
@@ -157,11 +156,6 @@ def make_tree(model: TreeModel, shape: str, args: argparse.Namespace, seed: int)
     ]
     experts = torch.stack(chosen, 1).numpy().astype(np.int16)
     return dataclasses.replace(tree, routed_experts=RoutedExperts(experts, experts[..., 0].size, 0))
-
-
-def slowest(*values: float, device: torch.device) -> list[float]:
-    """Returns the maximum of each number over ranks."""
-    return all_reduce_max(torch.tensor(values, dtype=torch.float64, device=device)).tolist()
 
 
 def table_row(way: Way, alone: Way, args: argparse.Namespace, device: torch.device) -> Row:
