@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.processes import process_group, run_ranks
 from titan_tree.components.moe.experts import ExpertWeight
 from titan_tree.components.moe.layer import Experts, MoE
-from titan_tree.distributed.experts.exchange import Arrived, gather_tokens, make_copies
+from titan_tree.distributed.experts.exchange import Arrived, arrival, gather_tokens, make_copies
 from titan_tree.distributed.experts.sharded_experts import ShardedExperts
 from titan_tree.distributed.titan import FullAC, TreeSelectiveAC
 
@@ -118,7 +118,7 @@ def run_gather(case: Case, rank: int, num_ranks: int) -> tuple[Tensor, Arrived]:
     x, weight, expert, _ = make_inputs(case, rank)
     group = cast(dist.ProcessGroup, dist.group.WORLD).group_name
     tokens = Arrived(*gather_tokens(x.detach(), expert, weight.detach(), NUM_EXPERTS // num_ranks, group))
-    return make_copies(x.detach(), tokens.rows, tokens), tokens
+    return make_copies(x.detach(), tokens.rows, arrival(tokens.rows), tokens), tokens
 
 
 def count_exchanges(layer: MoE, rank: int, policy: type | None) -> tuple[int, int, list[Tensor]]:

@@ -50,7 +50,7 @@ class Arrived(NamedTuple):
     """What a rank knows of the tokens of all ranks. Rows are sorted by rank and token, copies by expert."""
 
     lengths: Tensor  # [P] int64 on the host: the number of tokens of each rank
-    rows: Tensor  # [S, d] in x's dtype, still arriving, see ``make_copies``
+    rows: Tensor  # [S, d] in x's dtype, still arriving, see ``arrival``
     scale: Tensor  # [C, 1] in the weight's dtype: the router weight of each copy
     own_copy: Tensor  # [N, k] int32: the copy of each choice of this rank's tokens, or -1 for none
     copy: Tensor  # [S, k] int32: the same for ``rows``
@@ -91,15 +91,16 @@ def add_ranks(sums: Tensor, num_ranks: int) -> Tensor:
     return sum_rows(sums, places.view(num_ranks, -1).t())
 
 
-def make_copies(x: Tensor, rows: Tensor, tokens: Arrived, wait: Wait | None = None) -> Tensor:
-    """Returns the copies [C, d] of x [N, d] and of rows [S, d]. Copies x while rows arrive.
+def arrival(rows: Tensor) -> Wait:
+    """Returns how to wait for the rows of ``gather_tokens``, which may have arrived already."""
+    return _unfinished.pop(rows.data_ptr(), lambda: None)
 
-    Args:
-        wait: waits for rows. None: if ``gather_tokens`` sends them, waits once.
-    """
+
+def make_copies(x: Tensor, rows: Tensor, wait: Wait, tokens: Arrived) -> Tensor:
+    """Returns the copies [C, d] of x [N, d] and of rows [S, d]. Copies x before it waits for the rows."""
     copies = x.new_empty(len(tokens.scale), x.shape[1])
     write_copies(x, tokens.own_copy, copies)
-    (wait or _unfinished.pop(rows.data_ptr(), lambda: None))()
+    wait()
     write_copies(rows, tokens.copy, copies)
     return copies
 

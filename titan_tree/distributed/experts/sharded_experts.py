@@ -27,6 +27,7 @@ from titan_tree.components.moe.kernels import sum_rows, swiglu, swiglu_backward,
 from titan_tree.distributed.experts.exchange import (
     Arrived,
     add_ranks,
+    arrival,
     gather_tokens,
     make_copies,
     start_to_return,
@@ -70,7 +71,9 @@ def sharded_gate_up(
         group: name of the process group.
     """
     tokens = Arrived(*arrived)
-    return ExpertWeight(base, a, b).linear(make_copies(x, tokens.rows, tokens), tokens.ends)
+    return ExpertWeight(base, a, b).linear(
+        make_copies(x, tokens.rows, arrival(tokens.rows), tokens), tokens.ends
+    )
 
 
 @torch.library.custom_op("titan_tree::sharded_gate_up_backward", mutates_args=())
@@ -93,7 +96,9 @@ def sharded_gate_up_backward(
     dx, wait = start_to_return(sum_rows(dcopies, tokens.copy), len(x), tokens.lengths, group)
     write_sums(dcopies, tokens.own_copy, dx[: len(x)])
     del dcopies
-    gradients = weight.gradients(make_copies(x, tokens.rows, tokens), dh, tokens.ends, is_trained)
+    gradients = weight.gradients(
+        make_copies(x, tokens.rows, arrival(tokens.rows), tokens), dh, tokens.ends, is_trained
+    )
     wait()
     return add_ranks(dx, len(tokens.lengths)), gradients
 
@@ -140,8 +145,7 @@ def sharded_down_backward(
         weights: base, a and b.
     """
     tokens, experts = Arrived(*arrived), _expert_weight(weights)
-    dy, wait = start_to_send(grad, tokens.lengths, group)
-    dcopies = make_copies(grad, dy, tokens, wait)
+    dcopies = make_copies(grad, *start_to_send(grad, tokens.lengths, group), tokens)
     hidden, dh, dscale = swiglu_backward(h, tokens.scale, experts.transposed(dcopies, tokens.ends))
     dscale = F.pad(dscale.flatten(), (0, 1))  # of the copy -1: 0
     dweight, wait = start_to_return(dscale[tokens.copy], len(grad), tokens.lengths, group)
