@@ -18,7 +18,7 @@ from titan_tree.certify.certified_step import opened
 from titan_tree.certify.checks import leaks
 from titan_tree.certify.report import text
 from titan_tree.errors import UserError
-from titan_tree.models import decoder
+from titan_tree.models import tree_model
 from titan_tree.models.pretrained import build_model, save_pretrained
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.tree import token_tree
@@ -60,7 +60,7 @@ def configured(tmp_path, paths=PATHS, **options):
 
 
 FROZEN = {"model__vision": "frozen", "training__activation_checkpoint": "full"}
-KINDS = {"qwen3": "Qwen3VL", "qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}
+KINDS = {"qwen3": "Qwen3VL", "qwen3_moe": "Qwen3VLMoe", "qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}
 
 
 @pytest.mark.parametrize(
@@ -109,23 +109,23 @@ def features_of_another_image(patch):
 
 
 def lost_gradient(patch):
-    made = decoder._of_tokens
+    made = tree_model._of_tokens
 
     def of_tokens(rows, image_row):
         found = made(rows, image_row)
         return torch.where(later_use(image_row)[:, None], found.detach(), found)
 
-    patch.setattr(decoder, "_of_tokens", of_tokens)
+    patch.setattr(tree_model, "_of_tokens", of_tokens)
 
 
 def deepstack_on_one_branch(patch):
-    made, is_deepstack = decoder._of_tokens, itertools.cycle([False, True])
+    made, is_deepstack = tree_model._of_tokens, itertools.cycle([False, True])
 
     def of_tokens(rows, image_row):
         found = made(rows, image_row)
         return found.masked_fill(later_use(image_row)[:, None] & next(is_deepstack), 0)
 
-    patch.setattr(decoder, "_of_tokens", of_tokens)
+    patch.setattr(tree_model, "_of_tokens", of_tokens)
 
 
 APART = [[1, 2, "a", 20, 21, 22], [1, 3, "a", 30, 31, 32]]  # two branches show "a"
@@ -164,13 +164,13 @@ def test_a_planted_fault_of_images_fails_and_is_named(plant, paths, named, tmp_p
 
 
 def test_a_leak_from_images_of_another_branch_is_found(tmp_path, monkeypatch):
-    made = decoder._of_tokens
+    made = tree_model._of_tokens
 
     def of_tokens(rows, image_row):
         found = made(rows, image_row)
         return found + found.mean(0)
 
-    monkeypatch.setattr(decoder, "_of_tokens", of_tokens)
+    monkeypatch.setattr(tree_model, "_of_tokens", of_tokens)
     with opened(configured(tmp_path, PATHS[::2], model__name="qwen3"), 1000) as subject:
         check = leaks(subject.tree_step, subject.micro_batches)
     assert check.passed is False

@@ -240,8 +240,28 @@ def test_wrong_input_is_one_line(capsys, arguments, message):
     assert message in refusal(capsys, *arguments)
 
 
-def test_a_tower_is_named_as_missing(capsys):
-    keys = "model.name=qwen3_5", "model.vision=train"
-    alone, found = (plan(capsys, DEMO, *more) for more in (keys[:1], keys))
-    (note,) = set(found["notes"]) - set(alone["notes"])
-    assert note == "the tower needs more memory and time for images than computed, one image at a time"
+def test_a_tower_needs_memory_for_the_images_of_the_data(capsys, tmp_path):
+    """Two samples share an image of 8 x 8 tokens; the second one adds an image of 8 x 9."""
+    pillow = pytest.importorskip("PIL.Image")
+    rows = []
+    for name, columns in (("a", 8), ("b", 9)):
+        pillow.new("RGB", (32 * columns, 256), "navy" if name == "a" else "red").save(
+            tmp_path / f"{name}.png"
+        )
+    for names in ("a", "ab"):
+        tokens, images = [1], []
+        for name in names:
+            images.append({"start": len(tokens), "image": f"{name}.png"})
+            tokens += [9] * 8 * {"a": 8, "b": 9}[name] + [2]
+        mask = [0] * (len(tokens) - 1) + [1]
+        rows.append({"group_id": "g", "tokens": tokens, "loss_mask": mask, "images": images})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = f"data.files={tmp_path / 'rows.jsonl'}", "model.name=qwen3", "training.dtype=bfloat16"
+    trained, frozen = (
+        plan(capsys, DEMO, *keys, f"model.vision={vision}", "--gpus", "1") for vision in ("train", "frozen")
+    )
+    rows = (64 + 72) * 128 * 2  # of the features and of one deepstack output
+    assert trained["memory"]["features of images"] == 10 * rows
+    assert frozen["memory"]["features of images"] == 2 * rows
+    assert trained["memory"]["pixels of images"] == 3 * (64 + 72) * 32**2
+    assert not any("tower" in note for found in (trained, frozen) for note in found["notes"])

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,14 +16,17 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.cli.test_plan_memory import memory_of, model_of
 from tests.support.processes import process_group, run_ranks
+from titan_tree.cli.plan.device import GIB
 from titan_tree.cli.plan.layer_trace import LayerTrace
 from titan_tree.cli.plan.memory import exchanged
+from titan_tree.cli.plan.tower_trace import image_bytes
 from titan_tree.components.backends import ATTENTION_BACKENDS
 from titan_tree.components.tree_attention import block_lists, operator
 from titan_tree.distributed import titan
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.distributed.sequence_parallel import AllToAllExchange, shard_sequence
 from titan_tree.distributed.settings import ParallelConfig
+from titan_tree.models import vision as vision_models
 from titan_tree.models.block import LayerOutput
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.pretrained import build_model
@@ -247,3 +251,42 @@ def test_traced_layers_keep_what_autograd_saves_per_arriving_row():
     for policy, numbers in expected.items():
         assert layers.kept(policy, shared)[1:] == numbers, policy
     run_ranks(compare_rows, 2, expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("vision", ["train", "frozen"])
+def test_an_image_needs_what_the_tower_allocates_on_a_cpu(name, vision, monkeypatch):
+    """A trained tower runs it a second time, and backward."""
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "depth": 4, "deepstack_visual_indexes": [0, 2]}
+    monkeypatch.setattr(vision_models, "DEBUG_TOWER", vision_models.DEBUG_TOWER | sizes)
+    tower = build_model(name, "debug", vision=vision).visual.bfloat16()
+    pixels = torch.zeros(160, 224, 3, dtype=torch.uint8)
+    for weight in tower.parameters():
+        weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+
+    def run():
+        with torch.set_grad_enabled(vision == "train"):
+            rows = tower((pixels,))
+        if vision == "train":
+            torch.autograd.backward(rows, list(map(torch.ones_like, rows)))
+
+    run()
+    peak = max(accumulate(memory_events(run)))
+    assert image_bytes(tower, 160, 224, torch.bfloat16) == pytest.approx(peak, rel=0.03)
+
+
+@pytest.mark.slow
+def test_the_page_has_the_memory_of_a_screenshot(monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+    sizes = {"hidden_size": 1152, "intermediate_size": 4304, "depth": 27, "num_heads": 16}
+    sizes |= {"num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24]}
+    monkeypatch.setattr(vision_models, "DEBUG_TOWER", vision_models.DEBUG_TOWER | sizes)
+    found = []
+    for vision in ("train", "frozen"):
+        with torch.device("meta"):
+            tower = build_model("qwen3", "debug", vision=vision).visual
+        found.append(image_bytes(tower, 1088, 1920, torch.bfloat16) / GIB)
+    sentence = (
+        f"`plan` computes {found[0]:.1f} GiB for 1920 x 1080 pixels and {found[1]:.1f} GiB for a frozen tower"
+    )
+    assert sentence in " ".join(page.split())

@@ -6,18 +6,16 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.trees import long_rollouts, random_tree
+from titan_tree.cli.plan.estimate import build_planned_model
 from titan_tree.cli.plan.layer_trace import LayerTrace
 from titan_tree.cli.plan.memory import GIB, MemoryPlan
 from titan_tree.cli.plan.workload import OwnerSizes
 from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.data.settings import DataConfig
 from titan_tree.engine.step_io import prepare_step
-from titan_tree.models.pretrained import build_model
 from titan_tree.models.settings import ModelConfig
-from titan_tree.models.tree_model import Execution
 from titan_tree.run.config import Config
 
 ROOT = Path(__file__).parents[2]
@@ -27,13 +25,14 @@ PARAMETERS = ("weights", "optimizer states", "gradients")
 
 def estimate(model, flavor, make_trees, gpus=1, partitioner=None, without=OUTSIDE, layers=None, **values):
     """Returns GiB, except the parts named ``without``, for the trees of each rank."""
-    config = Config(model=ModelConfig(name=model, flavor=flavor), data=DataConfig(files="demo"))
+    overrides = {"num_hidden_layers": layers} if layers else {}
+    config = Config(
+        model=ModelConfig(name=model, flavor=flavor, overrides=overrides), data=DataConfig(files="demo")
+    )
     for key, value in {"training__dtype": "bfloat16", **values}.items():
         table, _, name = key.partition("__")
         setattr(getattr(config, table), name, value)
-    with torch.device("meta"):
-        built = build_model(model, flavor, **({"num_hidden_layers": layers} if layers else {}))
-    built.execution = Execution(torch.bfloat16)
+    built = build_planned_model(config, gpus)
     ranks = config.parallel.sequence_parallel
     options = {"reduction": "token_mean", "costs": built.costs(), "partitioner": partitioner}
     trees = [[[tree] for tree in make_trees(owner)] for owner in range(gpus // ranks)]
@@ -75,6 +74,17 @@ def dense_8b(gpus):
     )
 
 
+def on_two(model, flavor, tokens, checkpoint, **values):
+    return lambda: estimate(
+        model,
+        flavor,
+        lambda rank: [random_tree("agent", tokens, 151_936, seed) for seed in range(2 * rank, 2 * rank + 2)],
+        gpus=2,
+        training__activation_checkpoint=checkpoint,
+        **values,
+    )
+
+
 def shared(model, flavor, shape, gpus):
     return lambda: estimate(
         model,
@@ -84,6 +94,7 @@ def shared(model, flavor, shape, gpus):
         layers=6,
         training__activation_checkpoint="full",
         parallel__sequence_parallel=gpus,
+        parallel__reduce_gradients="every",  # the code of that day gathered weights in every pass
     )
 
 
@@ -109,6 +120,11 @@ RUNS: dict[str, Callable[[], float]] = {
     "Qwen3.5-9B, 6 layers, chain, 1 GPU": shared("qwen3_5", "9B", "chain", 1),
     "Qwen3.5-9B, 6 layers, chain, shared by 2": shared("qwen3_5", "9B", "chain", 2),
     "Qwen3.5-9B, 6 layers, agent-long, shared by 2": shared("qwen3_5", "9B", "agent-long", 2),
+    "0.6B, agent, 32,768, 2 GPUs": on_two("qwen3", "0.6B", 32_768, "none"),
+    "8B, agent, 16,384, selective, 2 GPUs": on_two("qwen3", "8B", 16_384, "selective"),
+    "30B-A3B, 12 layers, agent, 32,768, experts over 2": on_two(
+        "qwen3_moe", "30B-A3B", 32_768, "none", layers=12, parallel__expert_parallel=2
+    ),
 }
 MEMORY_BOUND = 0.05  # largest relative error
 

@@ -1,7 +1,9 @@
 """titan-tree plan, memory: against real tensors of a rank, against hand-computed numbers, part by part."""
 
+import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -10,12 +12,16 @@ from torch.distributed.tensor import DTensor
 from tests.support.processes import process_group, run_ranks
 from titan_tree.cli.plan.layer_trace import Kept
 from titan_tree.cli.plan.memory import CONTEXT, GIB, NCCL, MemoryPlan
+from titan_tree.cli.plan.tower_trace import image_bytes
 from titan_tree.cli.plan.workload import OwnerSizes, PassSizes
 from titan_tree.components.tree_attention import block_lists
+from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.data.settings import DataConfig
 from titan_tree.distributed.optimizers import build_optimizers
 from titan_tree.distributed.parallelize import shard_sizes
 from titan_tree.distributed.settings import OPTIMIZERS, OptimizerConfig, ParallelConfig
+from titan_tree.engine import partitions
+from titan_tree.engine.activations import Activations
 from titan_tree.engine.step_io import NO_COUNTS
 from titan_tree.models.pretrained import build_model
 from titan_tree.models.settings import ModelConfig
@@ -25,11 +31,17 @@ from titan_tree.run.model_setup import build_parallel_model
 from titan_tree.run.settings import TrainingConfig
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.gateway import CacheRows
+from titan_tree.tree.images import Image
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
 # Sizes with rows that two ranks cannot shard evenly, and with shards whose states stay in fp32.
-CASES = [("qwen3_moe", {"num_experts": 7}), ("qwen3_5", {"intermediate_size": 390})]
+CASES = [
+    ("qwen3_moe", {"num_experts": 7}),
+    ("qwen3_5", {"intermediate_size": 390}),
+    ("qwen3_5", {"vision": "train"}),
+    ("qwen3", {"vision": "frozen"}),
+]
 OPTIMIZERS_AND_REPLICAS = [("adamw", 2), ("adamw8bit", 1)]
 
 # Qwen3-MoE "debug": two layers of 8 experts each, of which a token uses 2.
@@ -101,19 +113,20 @@ def compare_with_tensors(rank: int, ports: list[int]) -> None:
     with process_group(rank, 2, ports[0]):
         mesh = init_device_mesh("cpu", (2,))
         for (name, sizes), (optimizer, replicas) in itertools.product(CASES, OPTIMIZERS_AND_REPLICAS):
-            config, parallel = (
-                ModelConfig(name=name, flavor="debug", overrides=sizes),
-                ParallelConfig(replicate=replicas),
-            )
+            overrides = {key: size for key, size in sizes.items() if key != "vision"}
+            vision = sizes.get("vision", "off")
+            config = ModelConfig(name=name, flavor="debug", overrides=overrides, vision=vision)
+            parallel = ParallelConfig(replicate=replicas)
             model = build_parallel_model(config, TrainingConfig(), parallel, mesh)
             optimizers = build_optimizers(OptimizerConfig(name=optimizer), model)
-            for parameter in model.parameters():
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter)
             optimizers.step()
             states = [state for each in optimizers for state in each.state.values()]
             found = (
                 sum(map(num_bytes, model.parameters())),
-                sum(num_bytes(parameter.grad) for parameter in model.parameters()),
+                sum(num_bytes(parameter.grad) for parameter in trained),
                 sum(num_bytes(s[key]) for s in states for key in ("exp_avg", "exp_avg_sq")),
             )
             if rank == 0:
@@ -326,3 +339,66 @@ def test_sizes_are_the_largest_of_all_steps_and_gpus():
         assert tuple(getattr(memory, name) for name in names) == (*expected, 11, 2, 8, 2, True)
         assert memory.table_bytes == block_lists.table_bytes(7, 13)
     assert not memory_of(steps=[[first]]).is_partitioned
+
+
+# ---------------------------------------------------------------- images
+
+
+IMAGES = ((64, 96), (160, 224), (96, 96))  # height and width
+
+
+def with_images(vision, is_partitioned=False, **values):
+    """Returns the plan of a step whose first pass has images, for Qwen3-VL, "debug"."""
+    (owner,) = steps_of(is_partitioned=is_partitioned)[0]
+    first, *others = owner.passes
+    runs = [dataclasses.replace(first, images=IMAGES), *others]
+    steps = [
+        [dataclasses.replace(owner, micro_batches=[runs] if is_partitioned else [[run] for run in runs])]
+    ]
+    return memory_of(model_of("qwen3", vision=vision), steps=steps, **values)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("vision", ["train", "frozen"])
+def test_features_of_images_are_those_of_a_step(vision, dtype):
+    """Those of a partitioned micro-batch on a CPU: features, and if trained, fp32 leaves and gradients."""
+    model = build_model("qwen3", "debug", vision=vision).to(getattr(torch, dtype))
+    shown = [Image(np.zeros((*size, 3), np.uint8) + i) for i, size in enumerate(IMAGES)]
+    tokens = [[7] * len(image) + [1, 2] for image in shown]
+    paths = [
+        TokenPath([1, *ids], [0] * (len(ids) - 1) + [1, 1], images=[(1, image)])
+        for ids, image in zip(tokens, shown, strict=True)
+    ]
+    plan = TreePartitioner("redundancy_free", 8).plan(TokenTree.from_paths(paths))
+    runner = partitions._Runner(
+        model, TreeBatch.from_plan(plan, "loss"), torch.device("cpu"), False, Activations(torch.device("cpu"))
+    )
+    runner.run(lambda batch, out: out.logprobs.sum(), None)
+    tensors = [*runner.rows, *runner.features, *(x.grad for x in runner.features if x.requires_grad)]
+    found = sum({x.untyped_storage().data_ptr(): x.nbytes for x in tensors}.values())
+    parts = with_images(vision, training__dtype=dtype).moments()[MOMENTS["loss"]]
+    assert parts["features of images"] == found > 0
+    assert parts["pixels of images"] == sum(image.pixels.nbytes for image in shown)
+    largest = image_bytes(model.visual, *IMAGES[1], getattr(torch, dtype))
+    moment = with_images(vision, training__dtype=dtype).moments()["an image in the tower"]
+    assert moment["image in the tower"] == largest
+
+
+def test_a_trained_tower_is_the_last_unit_of_the_backward_pass():
+    """So ranks sum no gradient before, and a frozen tower has none."""
+    with torch.device("meta"):
+        tower = sum(p.numel() for p in build_model("qwen3", "debug", vision="train").visual.parameters())
+    whole = sum(p.numel() for p in model_of("qwen3").parameters())
+    largest = 128 * (4 + 2 + 2 + 4) * 32 + 2 * 32 + 2 * 128 + 3 * 128 * 384
+    for vision, trained in (("train", whole + tower), ("frozen", whole)):
+        memory = with_images(vision, parallel__reduce_gradients="last")
+        parts = memory.moments()["an image in the tower"]
+        assert parts["gradients"] == 4 * trained
+        assert parts["weights"] == pytest.approx(whole + tower, rel=0.01)  # 4 bytes on 4 ranks
+        assert parts["weights for computation"] == 2 * (whole + tower)
+        assert parts.get("gradients being summed", 0) == (6 * tower + 4 * largest) * (vision == "train")
+        assert parts["activations"] == 0
+    one_pass = memory_of(model_of("qwen3", vision="train"), steps=steps_of(passes=1))
+    assert one_pass.moments()[MOMENTS["end"]]["gradients"] == 4 * (whole + tower)
+    gathered = memory_of(model_of("qwen3", vision="train"), parallel__reduce_gradients="every")
+    assert gathered.cast_weights() == whole - 2 * largest + max(tower, 2 * largest)

@@ -1,6 +1,7 @@
 """Ranks that share a tower's weights, with different numbers of images, train exactly as one process does."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from titan_tree.distributed.gradient_sync import reshard
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.settings import ParallelConfig
 from titan_tree.engine.tree_step import TreeStep
+from titan_tree.models import vision
 from titan_tree.models.settings import ModelConfig
 from titan_tree.run.model_setup import build_parallel_model
 from titan_tree.run.settings import TrainingConfig
@@ -46,39 +48,65 @@ def trees() -> list[list[list[TokenTree]]]:
 
 
 def gradients_of_steps(
-    folder: Path, mesh, own, vision: str, reduce: str, size: int | None
+    folder: Path, mesh, steps, mode: str, reduce: str, size: int | None
 ) -> list[dict[str, Tensor]]:
-    """Returns the gradients of two steps with equal weights, and after them the held-out loss."""
-    table, training = ModelConfig(hf_path=str(folder), vision=vision), TrainingConfig(dtype="float32")
+    """Returns the gradients of steps with equal weights, and then the held-out loss of the first one."""
+    table, training = ModelConfig(hf_path=str(folder), vision=mode), TrainingConfig(dtype="float32")
     model = build_parallel_model(table, training, ParallelConfig(), mesh)
     assert isinstance(model.visual, FSDPModule) == (mesh.size() > 1)
     partitioner = None if size is None else TreePartitioner("redundancy_free", size)
     step = TreeStep(model, TreeLoss(), partitioner=partitioner, reduce_gradients=reduce)
     results = []
-    for _ in range(2):
+    for own in steps:
         model.zero_grad(set_to_none=True)
         step.run(step.prepare(own))
         reshard(model)
         found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         results.append({n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()})
-    loss = step.evaluate([step.prepare(own)])["loss"]
+    loss = step.evaluate([step.prepare(steps[0])])["loss"]
     return [*results, {"loss": torch.tensor(loss)}]
 
 
 def save_gradients(rank: int, ports: list[int], folder: Path, *case: str) -> None:
     with process_group(rank, 2, ports[0]):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
-        results = gradients_of_steps(folder, mesh, trees()[rank], *case)
+        encoded = []
+        with pytest.MonkeyPatch.context() as patch:
+            made = vision.tower_class
+            patch.setattr(vision, "tower_class", lambda published: counting(made(published), encoded))
+            results = gradients_of_steps(folder, mesh, steps_of(rank), *case)
+        if case[0] == "frozen":
+            # In the second step, rank 0 knows all images, and rank 1 none. Empty images have one token.
+            assert sum(tokens > 1 for tokens in encoded) == 4
         torch.save(results, folder / f"{rank}.pt")
 
 
-@pytest.mark.parametrize(("vision", "reduce", "size"), slow_except([("train", "last", 7)], CASES))
-def test_two_ranks_equal_one(tmp_path: Path, vision: str, reduce: str, size: int | None) -> None:
+def counting(tower: Any, encoded: list[int]) -> Any:
+    """Returns the class ``tower`` with the sizes of images appended to ``encoded`` in tokens."""
+
+    class Counting(tower):
+        def features(self, pixels: Tensor) -> tuple[Tensor, ...]:
+            encoded.append(pixels.shape[0] * pixels.shape[1] // self.patch**2)
+            return super().features(pixels)
+
+    return Counting
+
+
+def steps_of(rank: int) -> list[list[list[TokenTree]]]:
+    """Returns the micro-batches of a rank in two steps. In the second one, both have those of rank 0."""
+    return [trees()[rank], trees()[0]]
+
+
+@pytest.mark.parametrize(("mode", "reduce", "size"), slow_except(CASES[2:4], CASES))
+def test_two_ranks_equal_one(tmp_path: Path, mode: str, reduce: str, size: int | None) -> None:
     vision_model().save_pretrained(tmp_path)
-    run_ranks(save_gradients, 2, tmp_path, vision, reduce, size)
-    both = [micro_batch for own in trees() for micro_batch in own]
-    want = gradients_of_steps(tmp_path, OneRank(), both, vision, reduce, size)
-    assert any(name.startswith("visual.") for name in want[0]) == (vision == "train")
+    run_ranks(save_gradients, 2, tmp_path, mode, reduce, size)
+    both = [
+        [micro_batch for own in step for micro_batch in own]
+        for step in zip(steps_of(0), steps_of(1), strict=True)
+    ]
+    want = gradients_of_steps(tmp_path, OneRank(), both, mode, reduce, size)
+    assert any(name.startswith("visual.") for name in want[0]) == (mode == "train")
     for rank in range(2):
         for got, expected in zip(torch.load(tmp_path / f"{rank}.pt"), want, strict=True):
             assert got.keys() == expected.keys()

@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests.support.cases import slow_except
+from tests.support.cases import exhaustive, slow_except
 from tests.support.oracle import (
     assert_same,
     flat,
@@ -35,22 +36,27 @@ from titan_tree.distributed.parallelize import parallelize
 from titan_tree.distributed.settings import ParallelConfig
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
+from titan_tree.models.hf.names import model_name
 from titan_tree.models.layers import Rope
 from titan_tree.models.lora.adapters import add_lora
 from titan_tree.models.lora.peft import save_adapter
 from titan_tree.models.pretrained import build_model, load_pretrained, save_pretrained
 from titan_tree.models.settings import LoRAConfig, ModelConfig
 from titan_tree.models.vision import patches
+from titan_tree.run.balance.splitting import unit_sizes
 from titan_tree.run.build import build_reader
 from titan_tree.run.model_setup import build_parallel_model
 from titan_tree.run.settings import TrainingConfig
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.costs import DENSE_FLOPS, PAIR_FLOPS, leaf_sizes, tree_sizes
 from titan_tree.tree.images import Image
+from titan_tree.tree.partition import one_pass
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
 # transformers' recurrence, always in fp32, differs from float64 by this much.
 TOLERANCE = 2e-5
-KINDS = ("Qwen3_5", "Qwen3_5Moe", "Qwen3VL")
+KINDS = ("Qwen3_5", "Qwen3_5Moe", "Qwen3VL", "Qwen3VLMoe")
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +93,12 @@ def test_equal_positions_on_all_axes_are_positions_of_text():
 
 @pytest.mark.parametrize(
     ("kind", "seed"),
-    slow_except([("Qwen3_5", 0), ("Qwen3VL", 0)], [(kind, seed) for kind in KINDS for seed in range(3)]),
+    slow_except([("Qwen3_5", 0), ("Qwen3VLMoe", 0)], [(kind, seed) for kind in KINDS for seed in range(3)]),
 )
 def test_one_pass_equals_every_path_alone(tmp_path, kind, seed):
     hf, groups = vision_model(kind, tied=seed != 1, seed=seed), screen_paths(10 * seed)
     got = in_one_pass(our_model(hf, tmp_path, "train"), groups)
-    assert sum(name.startswith("visual.") for name in got[2]) == (57 if kind == "Qwen3VL" else 45)
+    assert sum(name.startswith("visual.") for name in got[2]) == (57 if "VL" in kind else 45)
     assert_same(got, per_path(hf, flat(groups)), TOLERANCE)
 
 
@@ -160,6 +166,27 @@ def test_two_micro_batches_share_an_image(hf, exact, partitioner):
         assert relative_error(got[name], gradient) < TOLERANCE, name
 
 
+def test_a_partitioned_loss_of_whole_paths_has_one_copy_of_the_pixels(exact):
+    """What the loss reads of a micro-batch has no images. Loss and gradients are those of one pass."""
+    groups = [[copy.copy(path) for path in paths] for paths in screen_paths()]
+    for path in flat(groups):
+        path.advantage = path.old_logprobs = np.linspace(-1.5, -0.5, len(path), dtype=np.float32)
+    trees = [[TokenTree.from_paths(paths) for paths in groups]]
+    results = []
+    for partitioner in (None, TreePartitioner("redundancy_free", 7)):
+        step = TreeStep(
+            exact, TreeLoss("gspo", "path_mean", clip_low=9, clip_high=9), partitioner=partitioner
+        )
+        exact.zero_grad(set_to_none=True)
+        prepared = step.prepare(trees)
+        results.append((step.run(prepared).loss.item(), exact.visual.patch_embed.proj.weight.grad))
+    (want_loss, want), (loss, got) = results
+    assert loss == pytest.approx(want_loss, rel=1e-9)
+    assert relative_error(got, want) < 1e-9
+    assert sum(len(batch.pixels) for batch in prepared.micro_batches[0]) == 4
+    assert (prepared.unpartitioned[0].pixels, prepared.unpartitioned[0].image_row) == ((), None)
+
+
 def test_a_frozen_tower_changes_nothing_but_its_own_gradients(exact):
     """Recomputed activations of a partition read the same features."""
     groups = screen_paths()
@@ -190,6 +217,74 @@ def test_a_siblings_pixels_do_not_leak(exact):
     begin = batches[0].pairs.edge[batches[0].pairs.path == 1].tolist()
     # The tokens 1, 2 and the beginning of an image are shared, and the first image token follows them.
     assert [edge for edge, moved in enumerate(is_moved) if moved] == begin[3:]
+
+
+def random_screens(seed):
+    """Returns parts of the paths of a random tree, see ``path_of``, and an image that some of them show.
+
+    Siblings may begin with images of one size. A path may show an image again.
+    """
+    draw = np.random.default_rng(seed)
+    made, paths = [], []
+
+    def grow(parts, shown, depth):
+        for _ in range(draw.integers(1, 4)):
+            if shown and draw.random() < 0.3:
+                parts = [*parts, shown[draw.integers(len(shown))]]
+            elif draw.random() < 0.6:
+                made.append(image(*draw.integers(1, 4, 2), seed=[seed, len(made)]))
+                parts, shown = [*parts, made[-1]], [*shown, made[-1]]
+            parts = [*parts, draw.integers(1, 50, draw.integers(1, 4)).tolist()]
+        children = draw.integers(2, 4) if depth < 2 else 0
+        for _ in range(children):
+            grow(parts, shown, depth + 1)
+        if not children:
+            paths.append(parts)
+
+    for _ in range(draw.integers(1, 3)):
+        first = image(2, 2, seed=[seed, len(made)])
+        made.append(first)
+        grow([first], [first], 0)
+    return paths, made[draw.integers(len(made))], draw
+
+
+def assert_that_a_pixel_moves_only_what_follows(model, seed):
+    """One pixel of an image changes. Log-probs before and beside it, and their gradients, keep every bit."""
+    paths, changed, draw = random_screens(seed)
+    pixels = changed.pixels.copy()
+    pixels[tuple(draw.integers(pixels.shape))] ^= 1 << draw.integers(3, 8)
+    other, results = Image(pixels, PATCH), []
+    for shown in (changed, other):
+        own = [
+            path_of(*(shown if part is changed else part for part in parts), loss_tokens=1) for parts in paths
+        ]
+        batch = tree_batch([own])
+        is_moved = torch.zeros(len(batch.edge_label), dtype=torch.bool)
+        for number, path in enumerate(own):
+            starts = [start for start, each in path.images if each is shown]
+            edges = batch.pairs.edge[batch.pairs.path == number]
+            assert len(edges) == len(path) - 1
+            if starts:
+                is_moved[edges[starts[0] :]] = True
+        model.zero_grad(set_to_none=True)
+        logprobs = model(batch).logprobs
+        weights = torch.linspace(0.5, 1.5, len(logprobs))
+        (logprobs * weights)[~is_moved].sum().backward()
+        results.append((logprobs.detach(), {n: p.grad for n, p in model.named_parameters()}, is_moved))
+    (want, want_gradients, is_moved), (got, gradients, is_moved_too) = results
+    assert torch.equal(is_moved, is_moved_too), seed
+    assert torch.equal(got[~is_moved], want[~is_moved]), seed
+    assert (got[is_moved] != want[is_moved]).any(), seed
+    for name, gradient in want_gradients.items():
+        assert torch.equal(gradients[name], gradient), (seed, name)
+
+
+@pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3VL"])
+@pytest.mark.parametrize("seeds", exhaustive([range(10, 100)], [range(10), range(10, 100)]))
+def test_a_pixel_of_a_random_tree_moves_only_what_follows(tmp_path, kind, seeds):
+    model = our_model(vision_model(kind), tmp_path, "train")
+    for seed in seeds:
+        assert_that_a_pixel_moves_only_what_follows(model, seed)
 
 
 def test_a_change_of_the_placeholder_changes_nothing(exact):
@@ -223,7 +318,7 @@ def test_layers_that_run_compiled_or_are_recomputed_compute_the_same(exact):
         assert relative_error(gradient, other) < 1e-9, name
 
 
-@pytest.mark.parametrize("kind", slow_except(["Qwen3_5"], KINDS))
+@pytest.mark.parametrize("kind", slow_except(["Qwen3_5", "Qwen3VLMoe"], KINDS))
 @pytest.mark.parametrize("has_source", [True, False])
 def test_a_snapshot_is_loaded_and_saved_unchanged(tmp_path, kind, has_source):
     hf = vision_model(kind)
@@ -242,6 +337,92 @@ def test_an_export_without_the_tower_keeps_it(hf, tmp_path):
     want, got = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "ours"))
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+
+
+@pytest.mark.parametrize("vision", ["off", "frozen"])
+def test_experts_of_qwen3_vl_are_read_and_written_as_published(tmp_path, vision):
+    """The published experts have rows and columns exchanged. Like transformers, we read both orders."""
+    hf = vision_model("Qwen3VLMoe")
+    hf.save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    stored = load_file(file)
+    experts = [name for name in stored if ".experts." in name]
+    model = hf.state_dict()
+    assert len(experts) == 6
+    for is_published in (False, True):
+        for name in experts:
+            stored[name] = (model[name].mT if is_published else model[name]).contiguous()
+        save_file(stored, file, metadata={"format": "pt"})
+        ours = load_pretrained(tmp_path / "hf", torch.float32, vision=vision)
+        for name in experts:
+            assert torch.equal(ours.get_parameter(model_name(name)), model[name])
+    save_pretrained(ours, tmp_path / "ours", source=tmp_path / "hf")
+    saved = load_file(tmp_path / "ours" / "model.safetensors")
+    assert saved.keys() == stored.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in stored.items())
+
+
+def test_routers_of_qwen3_vl_that_do_not_divide_are_refused(tmp_path):
+    vision_model("Qwen3VLMoe").save_pretrained(tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    edited(tmp_path, text_config=text | {"norm_topk_prob": False})
+    with pytest.raises(
+        UserError, match="norm_topk_prob: titan_tree's Qwen3-MoE supports true only, got False"
+    ):
+        load_pretrained(tmp_path, vision="frozen", implementation="native")
+
+
+@pytest.mark.parametrize("kind", ["Qwen3VL", "Qwen3_5"])
+@pytest.mark.parametrize("vision", ["train", "frozen"])
+def test_operations_of_the_tower_are_those_that_torch_counts(tmp_path, kind, vision):
+    model = our_model(vision_model(kind), tmp_path, vision)
+    model.visual.config._attn_implementation = "eager"  # of which torch counts all
+    costs, shown = model.costs(), image(3, 5, 0)
+    with FlopCounterMode(display=False) as counter:
+        rows = model.encode([torch.from_numpy(shown.pixels)])
+        if vision == "train":
+            torch.autograd.backward(rows, list(map(torch.ones_like, rows)))
+    area = 15 * PATCH**2
+    tower = costs.flops_per_pixel * area + costs.flops_per_pixel_pair * area**2
+    if vision == "train":  # the forward pass runs twice, up to the last matrix; pixels need no gradients
+        tokens, visual = area / PATCH**2, model.visual
+        unneeded = 8 * tokens * visual.patch_embed.proj.weight.numel()  # 4 patches are a token
+        unneeded += 2 * tokens * visual.merger.linear_fc2.weight.numel()
+        assert counter.get_total_flops() == pytest.approx(tower * 4 / 3 - unneeded, rel=1e-12)
+    else:
+        assert counter.get_total_flops() == pytest.approx(tower, rel=1e-12)
+    recomputed = 4 / 3 if vision == "train" else 1
+    assert costs.tree_costs().pixel == pytest.approx(recomputed * costs.flops_per_pixel / DENSE_FLOPS)
+    assert costs.tree_costs().pixel_pair == pytest.approx(
+        recomputed * costs.flops_per_pixel_pair / PAIR_FLOPS
+    )
+
+
+@pytest.mark.parametrize("size", [None, 7])
+def test_costs_count_each_distinct_image_of_a_micro_batch_once(exact, hf, tmp_path, size):
+    """Of text, they are those of a model without tower."""
+    groups, costs = screen_paths(), exact.costs()
+    areas = [images * PATCH**2 for images in (6, 6, 4, 4)]  # a to d
+    pixels, pairs = sum(areas), sum(area**2 for area in areas)
+    forest = forest_of(groups)
+    plan = one_pass(forest) if size is None else TreePartitioner("redundancy_free", size).plan(forest)
+    batches = TreeBatch.from_plan(plan, "loss")
+    text_costs = our_model(hf, tmp_path, "off").costs()
+    tower = costs.flops_per_pixel * pixels + costs.flops_per_pixel_pair * pairs
+    found = [sum(map(each.training_flops, batches)) for each in (costs, text_costs)]
+    assert found[0] - found[1] == round(tower) > 0
+    trees = [TokenTree.from_paths(paths) for paths in groups]
+    assert tree_sizes(trees)[:, 4:].tolist() == [[pixels, pairs], [areas[0], areas[0] ** 2]]
+    for tree in trees:
+        np.testing.assert_array_equal(unit_sizes(leaf_sizes(tree), []), tree_sizes([tree]))
+    lone = TokenTree.from_paths([groups[1][1]])
+    assert costs.training_flops_of_trees([lone]) == text_costs.training_flops_of_trees([lone])
+    sizes = tree_sizes([lone])
+    assert costs.tree_costs().seconds(sizes) == text_costs.tree_costs().seconds(sizes)
+    assert (
+        costs.tree_costs().seconds(tree_sizes(trees))[0]
+        > text_costs.tree_costs().seconds(tree_sizes(trees))[0]
+    )
 
 
 def test_random_towers_depend_on_the_seed_alone():
@@ -319,8 +500,8 @@ def test_towers_that_do_not_fit_are_refused_in_one_line(hf, tmp_path):
         build_model("qwen3_5", "0.8B", vision="frozen")
     with pytest.raises(UserError, match='expected "off" for a Llama model, which has no tower'):
         build_model("llama", "debug", vision="frozen")
-    with pytest.raises(UserError, match='"off" for a model that runs with the layers of transformers'):
-        load_pretrained(tmp_path, implementation="transformers", vision="frozen")
+    with pytest.raises(UserError, match="norm_topk_prob: expected true with a tower"):
+        build_model("qwen3_moe", "debug", vision="frozen", norm_topk_prob=False)
 
 
 def test_images_of_other_patches_are_refused(exact):

@@ -174,7 +174,7 @@ def test_compiled_layers_share_their_graphs(name: str, changes: dict[str, Any]) 
 def test_models_that_cannot_run_on_trees_are_refused(name: str) -> None:
     config = known_config(name)
     with pytest.raises(UserError, match=f"^here: model_type: {name} cannot run on trees: "):
-        check_supported(config.get_text_config(), "here")
+        check_supported(config, "here")
 
 
 @for_each(

@@ -235,7 +235,7 @@ def per_path(hf, paths, reduction="path_mean", experts=None):
 
 def in_one_pass(model, groups, edges="all", reduction="path_mean", replay="off"):
     """Returns the same as ``per_path``, from one pass of titan_tree's model over the forest."""
-    batch = tree_batch(groups, model.embed_tokens.weight.device, edges, replay)
+    batch = tree_batch(groups, model.embedding_weight.device, edges, replay)
     tree_loss = TreeLoss("sft", reduction)
     model.zero_grad(set_to_none=True)
     logprobs = model(batch).logprobs

@@ -24,7 +24,7 @@ TOWER = {
 
 
 def vision_model(kind="Qwen3_5", tied=True, dtype=torch.float32, seed=0):
-    """Returns transformers' Qwen3.5, Qwen3.5-MoE ("Qwen3_5Moe") or Qwen3-VL ("Qwen3VL"), small and random.
+    """Returns transformers' Qwen3.5 or Qwen3-VL ("Qwen3VL"), small and random; with experts: "...Moe".
 
     Every parameter matters. In Qwen3.5, the second of three layers has attention, and the others have
     DeltaNet. In Qwen3-VL, two layers of the tower add to the first two layers.
@@ -46,12 +46,14 @@ def vision_model(kind="Qwen3_5", tied=True, dtype=torch.float32, seed=0):
         },
     }
     tower = TOWER
-    if kind == "Qwen3VL":
+    if kind.startswith("Qwen3VL"):
         rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
         text = SIZES | {"num_hidden_layers": 3, "rope_parameters": rope}
         tower = TOWER | {"deepstack_visual_indexes": [0, 1]}
+    if kind.endswith("Moe"):
+        text |= EXPERTS
     if kind == "Qwen3_5Moe":
-        text |= EXPERTS | {"shared_expert_intermediate_size": 20}
+        text |= {"shared_expert_intermediate_size": 20}
     ids = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END}
     config = getattr(transformers, f"{kind}Config")(
         text_config=text, vision_config=tower, tie_word_embeddings=tied, video_token_id=57, **ids

@@ -5,6 +5,7 @@ The oracle of positions is ``get_rope_index`` of transformers, on each path alon
 
 import pickle
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -407,18 +408,35 @@ def test_images_must_not_be_trained():
 
 
 def test_wrong_pixels_are_refused():
-    message = r"^Image: expected pixels \[height, width, 3\] of uint8, got {} of shape {}$"
-    for pixels, got in (
-        (np.zeros((8, 8, 3)), ("float64", r"\(8, 8, 3\)")),
-        (np.zeros((8, 8), np.uint8), ("uint8", r"\(8, 8\)")),
-        (np.zeros((8, 8, 4), np.uint8), ("uint8", r"\(8, 8, 4\)")),
-    ):
-        with pytest.raises(UserError, match=message.format(*got)):
+    wrong: list[tuple[Any, str]] = [
+        (np.zeros((8, 8, 3)), r"float64 of shape \(8, 8, 3\)"),
+        (np.zeros((8, 8), np.uint8), r"uint8 of shape \(8, 8\)"),
+        (np.zeros((8, 8, 4), np.uint8), r"uint8 of shape \(8, 8, 4\)"),
+        (torch.zeros(8, 8, 3, dtype=torch.uint8), "Tensor"),
+        ([[[0, 0, 0]]], "list"),
+    ]
+    for pixels, got in wrong:
+        message = rf"^Image: pixels: expected an array \[height, width, 3\] of uint8, got {got}$"
+        with pytest.raises(UserError, match=message):
             Image(pixels, PATCH)
+    for patch in (0, -8, 8.0):
+        with pytest.raises(UserError, match=f"^Image: patch: expected a number of pixels, got {patch}$"):
+            Image(np.zeros((8, 8, 3), np.uint8), patch)  # type: ignore[arg-type]
     for shape in ((8, 12, 3), (0, 8, 3)):
         size = f"{shape[0]} x {shape[1]}; resize the image"
         with pytest.raises(UserError, match=f"^Image: expected .* in multiples of 8 pixels, got {size}$"):
             Image(np.zeros(shape, np.uint8), PATCH)
+
+
+def test_views_of_pixels_are_read_as_they_look():
+    """Such as colors in reverse order, with which OpenCV begins."""
+    pixels = np.random.default_rng(0).integers(256, size=(8, 16, 3), dtype=np.uint8)
+    for view in (pixels[:, :, ::-1], pixels[::-1], np.asfortranarray(pixels)):
+        shot = Image(view, PATCH)
+        path = TokenPath([90, 90, 1], [0, 0, 1], images=[(0, shot)])
+        (got,) = TreeBatch.from_trees([TokenTree.from_paths([path])]).pixels
+        assert np.array_equal(got.numpy(), view)
+        assert shot.key == Image(view.copy(), PATCH).key
 
 
 def test_ranks_do_not_divide_the_tokens_of_images():

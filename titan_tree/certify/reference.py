@@ -127,8 +127,7 @@ class TransformersReference(Reference):
         from titan_tree.models.vision import patches  # needs transformers
 
         config, where = self.module.config, f"path {path.id or '?'}: images"
-        assert isinstance(self.model, Decoder)
-        if "image_token_id" not in (self.model.vision_json or {}):  # the flavor "debug"
+        if self.model.image_token_id is None:  # the flavor "debug"
             config.image_token_id = int(path.tokens[path.images[0][0]])
         is_image = np.zeros(len(path), bool)
         for start, image in path.images:
@@ -157,7 +156,8 @@ class TransformersReference(Reference):
             for name, p in self.module.named_parameters()
             if p.requires_grad
         }
-        named = _named(self.model, found, self.module.base_model_prefix)
+        nested = "" if self.model.visual is None else ".language_model"
+        named = _named(self.model, found, self.module.base_model_prefix + nested)
         if self.model.lora is None:
             return named
         scaling, own = self.model.lora.scaling, {}

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -113,6 +114,17 @@ def cast_weights(model: TreeModel) -> Iterator[None]:
     finally:
         for weights, name, (weight, _) in replaced:
             weights[name] = weight
+
+
+def stored_weights(module: nn.Module) -> Iterator[Tensor]:
+    """Yields this rank's weights of a unit of FSDP2 or of a plain module, even while they are replaced."""
+    if isinstance(module, FSDPModule):
+        group: Any = module._get_fsdp_state()._fsdp_param_group
+        yield from (weight.sharded_param._local_tensor for weight in group.fsdp_params)
+        return
+    for each in module.modules():
+        originals = {id(copy): weight for weight, copy in _CASTS.get(each, {}).values()}
+        yield from (originals.get(id(x), x) for x in each._parameters.values() if x is not None)
 
 
 def _casts(model: TreeModel, module: nn.Module) -> dict[str, Cast]:

@@ -16,14 +16,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 
 from titan_tree.components.tree_attention.context import add_gradient
 from titan_tree.engine.activations import Activations
+from titan_tree.engine.feature_cache import FeatureCache
 from titan_tree.models.layers import at_least_fp32
 from titan_tree.models.tree_model import ModelOutput, TreeModel
 from titan_tree.tree.batch import TreeBatch
@@ -101,6 +103,9 @@ def _move_gradient(total: Tensor, leaf: Tensor) -> None:
     leaf.grad = None
 
 
+_CACHES: WeakKeyDictionary[nn.Module, FeatureCache] = WeakKeyDictionary()  # by frozen tower
+
+
 def encode(model: TreeModel, batches: Sequence[TreeBatch]) -> tuple[list[Tensor] | None, Sequence[TreeBatch]]:
     """Returns the features of a micro-batch's images, if there are any, and its batches without the pixels.
 
@@ -109,7 +114,12 @@ def encode(model: TreeModel, batches: Sequence[TreeBatch]) -> tuple[list[Tensor]
     first, *others = batches
     if first.image_row is None and not isinstance(model.visual, FSDPModule):
         return None, batches
-    return model.encode(first.pixels), [replace(first, pixels=()), *others]
+    if model.visual is not None and model.keeps_features:
+        cache = _CACHES.setdefault(model.visual, FeatureCache())
+        rows = cache.encode(model, first.image_keys, first.pixels)
+    else:
+        rows = model.encode(first.pixels)
+    return rows, [replace(first, pixels=(), image_keys=()), *others]
 
 
 ComputeLoss = Callable[[TreeBatch, ModelOutput], Tensor | None]

@@ -299,7 +299,7 @@ def prepare_step(
     return StepInput(
         micro_batches=[[token_shard.of(batch) for batch in partitions] for partitions in batches],
         unpartitioned=[
-            dataclasses.replace(TreeBatch.from_trees([plan.tree], edges="loss"), pixels=())
+            TreeBatch.from_trees([dataclasses.replace(plan.tree, images=(), image_row=None)], edges="loss")
             if needs_whole_paths and (len(plan) > 1 or token_shard.num_ranks > 1)
             else None
             for plan in plans

@@ -23,7 +23,7 @@ from titan_tree.errors import UserError
 from titan_tree.models.block import Block, LayerOutput
 from titan_tree.models.decoder_config import INIT_STD, ConfigJson, DecoderConfig
 from titan_tree.models.layers import Linear, RMSNorm, Rope
-from titan_tree.models.tree_model import TreeModel, matrix_flops
+from titan_tree.models.tree_model import TreeModel, matrix_flops, with_images
 from titan_tree.models.weights import ElementDraws, WeightShards, draw_weights, whole_weights
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
@@ -93,11 +93,7 @@ class Decoder(TreeModel):
         rope = self.make_rope(layout.positions)
         if layout.positions.ndim == 2:  # layers read only the rotary embedding: no further compiled graphs
             layout = dataclasses.replace(layout, positions=layout.positions[0])
-        x = F.embedding(batch.tokens, embedding)
-        of_images: list[Tensor] = []
-        if features and batch.image_row is not None:
-            first, *of_images = (_of_tokens(rows, batch.image_row).to(x.dtype) for rows in features)
-            x = torch.where(batch.image_row[:, None] >= 0, first, x)
+        x, of_images = with_images(F.embedding(batch.tokens, embedding), batch.image_row, features)
         if torch.is_grad_enabled():
             # If the embedding is frozen, x would not require gradients. Dummy batches, which have no gateway,
             # would then skip exchanges of gradients that other ranks make, and the layers would need
@@ -193,14 +189,3 @@ class Decoder(TreeModel):
         if name.startswith("visual.") and name.endswith(".bias"):
             return draws.constant(0.0)
         return draws.constant(1.0) if self.get_parameter(name).ndim == 1 else draws.normal(INIT_STD)
-
-
-def _of_tokens(rows: Tensor, image_row: Tensor) -> Tensor:
-    """Returns the row of each token, [N, d], and zeros for text. Gradients of a row are summed over tokens.
-
-    Args:
-        rows: [R, d].
-        image_row: [N] int64, -1 for text.
-    """
-    # Text reads a row of zeros, of which ``padding_idx`` skips the gradient.
-    return F.embedding(image_row + 1, F.pad(rows, (0, 0, 1, 0)), padding_idx=0)

@@ -92,13 +92,8 @@ def model_from_config(
             if implementation == "native":
                 raise UserError(f'{error}; set model.implementation = "auto"') from None
             unsupported = error
-    if vision != "off":
-        raise UserError(
-            f'{unsupported or path}: model.vision: expected "off" for a model that runs with the layers of '
-            f'transformers, got "{vision}"; only titan_tree\'s own models read images'
-        )
     try:
-        model = import_transformers().from_config(folder, dtype, attention, recurrence)
+        model = import_transformers().from_config(folder, dtype, attention, recurrence, vision != "off")
     except UserError as error:
         if unsupported is None:
             raise
@@ -106,6 +101,8 @@ def model_from_config(
         raise UserError(f"{unsupported}; with the layers of transformers: {reason}") from None
     if unsupported is not None:
         warn_once(f"{unsupported}; therefore, it runs with the layers of transformers")
+    if model.visual is not None:
+        model.visual.requires_grad_(vision == "train")
     return model
 
 
@@ -179,6 +176,12 @@ def _is_native(config: ConfigJson) -> bool:
     return not isinstance(model_type, str) or any(
         model_type in MODELS[name].hf_architectures for name in MODELS
     )
+
+
+def has_tower(folder: str | Path) -> bool:
+    """Returns whether a snapshot is of one of titan_tree's own models, and has a tower."""
+    config = read_json(Path(folder) / CONFIG)
+    return _is_native(config) and "vision_config" in config
 
 
 def import_transformers() -> ModuleType:

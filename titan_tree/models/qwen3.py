@@ -1,7 +1,7 @@
 """Qwen3 and Qwen3-MoE (arXiv:2505.09388) on token trees.
 
 Parameter names are those of Hugging Face's Qwen3ForCausalLM and Qwen3MoeForCausalLM without the prefix
-``model.``. The text model of Qwen3-VL (arXiv:2511.21631) is a Qwen3; vision.py has its tower.
+``model.``. The text model of Qwen3-VL (arXiv:2511.21631) is a Qwen3 or a Qwen3-MoE; vision.py has its tower.
 """
 
 from __future__ import annotations
@@ -122,7 +122,11 @@ class Qwen3MoeConfig(Qwen3Config):
 
     @classmethod
     def from_hf(cls, hf: ConfigJson, where: str) -> Self:
-        hf = one_spelling_of_experts(hf, where)
+        of_vision = hf.get("model_type") == "qwen3_vl_moe"
+        hf = one_spelling_of_experts(cls.text_part(hf, where), where)
+        if of_vision:  # Qwen3-VL always divides
+            cls.check_field(hf, where, "norm_topk_prob", hf.get("norm_topk_prob") is not False, "true")
+            hf["norm_topk_prob"] = True
         # In this family the sliding window applies to all layers.
         windowed = hf.get("use_sliding_window") and hf.get("sliding_window", 4096) is not None
         cls.check_field(hf, where, "use_sliding_window", not windowed, "false")
@@ -185,7 +189,10 @@ class Qwen3Moe(Qwen3):
     """Qwen3 with mixtures of experts as MLPs, in all layers or some."""
 
     Config = Qwen3MoeConfig
-    hf_architectures: ClassVar[dict[str, str]] = {"qwen3_moe": "Qwen3MoeForCausalLM"}
+    hf_architectures: ClassVar[dict[str, str]] = {
+        "qwen3_moe": "Qwen3MoeForCausalLM",
+        "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    }
     publishes_single_experts = True
     flavors: ClassVar[Mapping[str, Qwen3MoeConfig]] = MOE_FLAVORS
     config: Qwen3MoeConfig

@@ -11,9 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
@@ -78,6 +79,26 @@ def matrix_flops(matrices: Iterable[Tensor]) -> int:
     They are 6 per parameter, and 4 if it is frozen: its gradient is not computed.
     """
     return sum((6 if matrix.requires_grad else 4) * matrix.numel() for matrix in matrices)
+
+
+def is_trained(module: nn.Module) -> bool:
+    """Returns whether a module has weights that are not frozen."""
+    return any(weight.requires_grad for weight in module.parameters())
+
+
+def _pixel_flops(tower: Any) -> tuple[float, float]:
+    """Returns the operations per pixel of an image, and per pair of pixels, without recomputation.
+
+    See ``matrix_flops``. The operations of a frozen tower are those of its forward pass.
+    """
+    c, per_number, sizes = tower.config, 6 if is_trained(tower) else 2, {True: 0, False: 0}
+    for name, weight in tower.named_parameters():
+        if weight.ndim > 1 and not name.startswith("pos_embed."):
+            sizes["merger" in name] += weight.numel()  # mergers run once per token
+    of_patch = sizes[False] / c.patch_size**2
+    of_token = sizes[True] / (c.patch_size * c.spatial_merge_size) ** 2
+    pairs = 2 * c.depth * c.hidden_size / c.patch_size**4  # scores, and sums of values
+    return per_number * (of_patch + of_token), per_number * pairs
 
 
 @dataclass(frozen=True)
@@ -245,7 +266,13 @@ class TreeModel(nn.Module, ABC):
     @property
     def image_limits(self) -> ImageLimits:
         """What the model reads of images."""
-        return ImageLimits(None if self.visual is None else cast(int, self.visual.patch), self.image_token_id)
+        c: Any = getattr(self.visual, "config", None)
+        return ImageLimits(c and c.patch_size * c.spatial_merge_size, self.image_token_id)
+
+    @property
+    def keeps_features(self) -> bool:
+        """Whether an image has the same features until the tower's weights change: the tower is frozen."""
+        return self.visual is not None and not is_trained(self.visual)
 
     def encode(self, pixels: Sequence[Tensor]) -> list[Tensor]:
         """Runs the tower on each image.
@@ -294,6 +321,8 @@ class TreeModel(nn.Module, ABC):
         dtype = self.execution.dtype or self.embedding_weight.dtype
         cached = row_bytes(self.cache_streams, self.empty_rows(torch.empty(0, dtype=dtype, device="meta")))
         head = self.embedding_weight if self.output_weight is None else self.output_weight
+        tower: Any = self.visual
+        pixel, pixel_pair = (0.0, 0.0) if tower is None else _pixel_flops(tower)
         return ModelCosts(
             flops_per_token=self.layer_flops(1, 0),
             flops_per_visible_pair=self.layer_flops(0, 1),
@@ -303,6 +332,9 @@ class TreeModel(nn.Module, ABC):
             has_experts=self.experts is not None,
             key_bytes=cached["keys"],
             state_bytes=cached["states"],
+            flops_per_pixel=pixel,
+            flops_per_pixel_pair=pixel_pair,
+            recomputes_images=tower is not None and is_trained(tower),
         )
 
     def num_parameters(self) -> int:
@@ -346,6 +378,33 @@ class TreeModel(nn.Module, ABC):
         if statistics:
             metrics = edge_statistics(statistics, hidden, head, label, cap=cap, support=support)
         return ModelOutput(logprobs, entropies, statistics=metrics)
+
+
+def with_images(
+    x: Tensor, image_row: Tensor | None, features: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """Returns embeddings with images, and what images add to the outputs of the first layers, [N, d] each.
+
+    Args:
+        x: [N, d], embeddings of tokens.
+        image_row: [N] int64, -1 for text; None: there are no images.
+        features: see ``TreeModel.encode``; () without images.
+    """
+    if not features or image_row is None:
+        return x, []
+    first, *added = (_of_tokens(rows, image_row).to(x.dtype) for rows in features)
+    return torch.where(image_row[:, None] >= 0, first, x), added
+
+
+def _of_tokens(rows: Tensor, image_row: Tensor) -> Tensor:
+    """Returns the row of each token, [N, d], and zeros for text. Gradients of a row are summed over tokens.
+
+    Args:
+        rows: [R, d].
+        image_row: [N] int64, -1 for text.
+    """
+    # Text reads a row of zeros, of which ``padding_idx`` skips the gradient.
+    return F.embedding(image_row + 1, F.pad(rows, (0, 0, 1, 0)), padding_idx=0)
 
 
 def _gateways(

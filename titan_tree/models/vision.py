@@ -39,7 +39,11 @@ def debug_config(model: Decoder) -> ConfigJson:
     if not kinds:
         raise UserError(
             f'model.vision: expected "off" for a {model.config.title} model, which has no tower; choose '
-            "model.name = qwen3, qwen3_5 or qwen3_5_moe"
+            "model.name = qwen3, qwen3_moe, qwen3_5 or qwen3_5_moe"
+        )
+    if not getattr(model.config, "norm_topk_prob", True):
+        raise UserError(
+            "model.overrides.norm_topk_prob: expected true with a tower, as in Qwen3-VL, got false"
         )
     return {
         "model_type": kinds[0],
@@ -49,7 +53,8 @@ def debug_config(model: Decoder) -> ConfigJson:
 
 
 # Dims of half a rotated head that time, height and width have by default, by model_type.
-MROPE_SECTIONS = {"qwen3_5": (11, 11, 10), "qwen3_5_moe": (11, 11, 10), "qwen3_vl": (24, 20, 20)}
+MROPE_SECTIONS = {"qwen3_5": (11, 11, 10), "qwen3_vl": (24, 20, 20)}
+MROPE_SECTIONS |= {f"{kind}_moe": sizes for kind, sizes in MROPE_SECTIONS.items()}
 
 
 def add_tower(model: Decoder, config: ConfigJson, where: str | Path, *, trained: bool) -> None:
@@ -79,7 +84,7 @@ def add_tower(model: Decoder, config: ConfigJson, where: str | Path, *, trained:
         )
     try:
         tower = AutoConfig.for_model(kind, vision_config=config["vision_config"]).vision_config
-        visual = _tower_class(MODEL_MAPPING[type(tower)])(tower)
+        visual = tower_class(MODEL_MAPPING[type(tower)])(tower)
     except Exception as error:  # transformers has no class of errors for bad files
         reason = printable(" ".join(f"{type(error).__name__}: {error}".split())[:240])
         raise UserError(f"{where}: vision_config: transformers cannot make it: {reason}") from None
@@ -94,7 +99,7 @@ def add_tower(model: Decoder, config: ConfigJson, where: str | Path, *, trained:
     model.vision_json = {name: value for name, value in config.items() if name != "text_config"}
 
 
-def _tower_class(published: Any) -> Any:
+def tower_class(published: Any) -> Any:
     """Returns a class of transformers as one whose ``forward`` maps images to features."""
 
     class Tower(published):

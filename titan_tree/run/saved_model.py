@@ -13,7 +13,7 @@ from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.errors import UserError
 from titan_tree.models.hf.snapshot_files import ADAPTER_CONFIG, CONFIG
-from titan_tree.models.pretrained import load_pretrained
+from titan_tree.models.pretrained import Vision, has_tower, load_pretrained
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.run.build import build_tokenizer
 from titan_tree.run.checkpoint.checkpoints import load_model
@@ -104,13 +104,14 @@ class SavedModel:
         )
 
     def model(self, device: torch.device, start: TreeModel | None = None) -> TreeModel:
-        """Returns the model with its saved weights; those of a snapshot in bf16.
+        """Returns the model with its saved weights; those of a snapshot in bf16, with a tower if it has one.
 
         Args:
             start: what ``start_model`` has returned; it gets the weights.
         """
         if self.snapshot is not None:
-            return load_pretrained(self.snapshot, device=device)
+            vision: Vision = "frozen" if has_tower(self.snapshot) else "off"
+            return load_pretrained(self.snapshot, device=device, vision=vision)
         assert self.checkpoint is not None
         model = start or self.start_model(device)
         load_model(self.checkpoint, model)

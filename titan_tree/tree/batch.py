@@ -132,6 +132,7 @@ class TreeBatch:
     image_row: Tensor | None = None  # [N] int64: row among those of all ``pixels`` of the plan; -1: text
     # [H, W, 3] uint8 per distinct image of all batches of the plan; only the plan's first batch has them
     pixels: tuple[Tensor, ...] = ()
+    image_keys: tuple[str, ...] = ()  # ``Image.key`` of each of the ``pixels``
     parent: int = -1  # number of the parent partition's batch in the plan; -1: none
     cache_offset: CacheRows = NO_CACHE_ROWS  # rows of the gateway cache that this partition can read
     is_dummy: bool = False  # no path runs here: the batch only takes part in communication and adds nothing
@@ -198,8 +199,9 @@ class TreeBatch:
                     edge_support=_support(tree_edges.mask, edges_of[i]),
                     routed_experts=_routed_experts(tree, partition),
                     image_row=_image_row(tree, partition),
-                    # A copy, because the pixels may lie in read-only memory.
-                    pixels=() if batches else tuple(torch.tensor(image.pixels) for image in tree.images),
+                    # A copy, because the pixels may be read-only, or a view with negative strides.
+                    pixels=() if batches else tuple(torch.from_numpy(x.pixels.copy()) for x in tree.images),
+                    image_keys=() if batches else tuple(image.key for image in tree.images),
                     parent=partition.parent,
                     cache_offset=NO_CACHE_ROWS if access is None else access.cache_offset,
                 )

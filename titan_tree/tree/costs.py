@@ -19,6 +19,7 @@ from torch import Tensor
 
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.chunks import CHUNK
+from titan_tree.tree.images import first_rows
 from titan_tree.tree.partition import PAD
 from titan_tree.tree.token_tree import TokenTree
 
@@ -38,8 +39,8 @@ CONTEXT_BANDWIDTH = 164e9
 
 
 # Distinct tokens; visible pairs, each a token and a token that it sees, itself included; edges that the loss
-# counts; chunks of the recurrence (tree/chunks.py).
-SIZES = ("tokens", "visible_pairs", "edges", "chunks")
+# counts; chunks of the recurrence (tree/chunks.py); pixels of distinct images, and pairs within an image.
+SIZES = ("tokens", "visible_pairs", "edges", "chunks", "pixels", "pixel_pairs")
 
 
 class TreeCosts(NamedTuple):
@@ -49,6 +50,8 @@ class TreeCosts(NamedTuple):
     visible_pair: float
     edge: float
     chunk: float
+    pixel: float
+    pixel_pair: float
     forward: float
 
     def seconds(self, sizes: np.ndarray) -> np.ndarray:
@@ -58,7 +61,7 @@ class TreeCosts(NamedTuple):
         order that depends on the CPU.
 
         Args:
-            sizes: [..., 4] of ``SIZES``, or [..., 5] with the number of forward passes.
+            sizes: [..., 6] of ``SIZES``, or [..., 7] with the number of forward passes.
         """
         total = np.zeros(sizes.shape[:-1])
         for i in range(sizes.shape[-1]):
@@ -81,6 +84,9 @@ class ModelCosts:
         has_experts: whether some layers are mixtures of experts.
         key_bytes: bytes of the keys and values of one token, in all layers.
         state_bytes: bytes of the recurrent states after one token, in all layers.
+        flops_per_pixel: operations of the tower per pixel of an image; only its forward pass if it is frozen.
+        flops_per_pixel_pair: the same per pair of pixels of one image.
+        recomputes_images: whether the tower runs a second time in the backward pass.
     """
 
     flops_per_token: int
@@ -91,14 +97,20 @@ class ModelCosts:
     has_experts: bool
     key_bytes: int
     state_bytes: int
+    flops_per_pixel: float = 0.0
+    flops_per_pixel_pair: float = 0.0
+    recomputes_images: bool = False
 
     def tree_costs(self) -> TreeCosts:
         """Returns estimated seconds of the model on one H200."""
+        recomputed = 4 / 3 if self.recomputes_images else 1.0
         return TreeCosts(
             token=self.flops_per_token / (MOE_FLOPS if self.has_experts else DENSE_FLOPS),
             visible_pair=self.flops_per_visible_pair / PAIR_FLOPS,
             edge=self.flops_per_edge / DENSE_FLOPS,
             chunk=self.num_recurrent_layers * CHUNK_SECONDS,
+            pixel=recomputed * self.flops_per_pixel / DENSE_FLOPS,
+            pixel_pair=recomputed * self.flops_per_pixel_pair / PAIR_FLOPS,
             forward=self.num_layers * LAUNCH_SECONDS,
         )
 
@@ -128,18 +140,20 @@ class ModelCosts:
 
         Each token counts 6 per parameter of the layers' matrices, or 4 if it is frozen; of the routed
         experts, only those that the token uses count. Each edge counts the same for the output projection.
-        ``Mixer.flops`` adds what mixes tokens. The batch must be on the CPU.
+        ``Mixer.flops`` adds what mixes tokens. The tower counts each distinct image of ``batch.pixels`` once.
+        The batch must be on the CPU.
         """
-        return self._flops(*batch_sizes(batch)[:3])
+        return self._flops(batch_sizes(batch))
 
     def training_flops_of_trees(self, trees: Sequence[TokenTree]) -> int:
         """Returns the same for whole trees, of whose edges only those that the loss counts are scored."""
-        tokens, visible_pairs, edges, _ = tree_sizes(trees).sum(0).tolist()
-        return self._flops(tokens, visible_pairs, edges)
+        return self._flops(tree_sizes(trees).sum(0).tolist())
 
-    def _flops(self, tokens: int, visible_pairs: int, edges: int) -> int:
+    def _flops(self, sizes: Sequence[int]) -> int:
+        tokens, visible_pairs, edges, _, pixels, pixel_pairs = sizes
         layers = self.flops_per_token * tokens + self.flops_per_visible_pair * visible_pairs
-        return layers + self.flops_per_edge * edges
+        tower = self.flops_per_pixel * pixels + self.flops_per_pixel_pair * pixel_pairs
+        return layers + self.flops_per_edge * edges + round(tower)
 
     def gateway_bytes(self, batch: TreeBatch) -> int:
         """Returns how many bytes the batch's partition reads from the partitions above it."""
@@ -177,10 +191,12 @@ def row_bytes(streams: Iterable[str], rows: Iterable[Tensor]) -> dict[str, int]:
     return sizes
 
 
-def batch_sizes(batch: TreeBatch) -> tuple[int, int, int, int]:
+def batch_sizes(batch: TreeBatch) -> tuple[int, ...]:
     """Returns the ``SIZES`` of a batch. The batch must be on the CPU."""
     chunks = 0 if batch.layout.chunks is None else len(batch.layout.chunks.before)
-    return len(batch), num_visible_pairs(batch), len(batch.edge_label), chunks
+    areas = [image.shape[0] * image.shape[1] for image in batch.pixels]
+    images = sum(areas), sum(area**2 for area in areas)
+    return len(batch), num_visible_pairs(batch), len(batch.edge_label), chunks, *images
 
 
 def num_visible_pairs(batch: TreeBatch) -> int:
@@ -198,17 +214,17 @@ def num_visible_pairs(batch: TreeBatch) -> int:
 
 
 def tree_sizes(trees: Sequence[TokenTree]) -> np.ndarray:
-    """Returns [trees, 4] int64: the ``SIZES`` of each tree."""
+    """Returns [trees, 6] int64: the ``SIZES`` of each tree."""
     return np.array([_node_sizes(tree).sum(0) for tree in trees], np.int64).reshape(-1, len(SIZES))
 
 
 def leaf_sizes(tree: TokenTree) -> np.ndarray:
-    """Returns [leaves, 2, 4] int64: the ``SIZES`` that each leaf adds to a tree or to a piece of it.
+    """Returns [leaves, 2, 6] int64: the ``SIZES`` that each leaf adds to a tree or to a piece of it.
 
     For each leaf in DFS order, entry 0 holds the sizes of the tokens that its path does not share with the
     paths of earlier leaves. Entry 1 holds those of the tokens that it shares: a piece that starts with this
     leaf (run/balance/splitting.py) computes them again. The tokens and visible pairs of a piece are the sums
-    of these entries. Its edges and chunks are at most the sums.
+    of these entries. Its edges and chunks are at most the sums. An image counts where a tree shows it first.
     """
     nodes = _node_sizes(tree)
     down_to = np.zeros((len(nodes) + 1, len(SIZES)), np.int64)  # from the root; the last row is for no node
@@ -219,7 +235,7 @@ def leaf_sizes(tree: TokenTree) -> np.ndarray:
 
 
 def _node_sizes(tree: TokenTree) -> np.ndarray:
-    """Returns [K, 4] int64: the ``SIZES`` of each node."""
+    """Returns [K, 6] int64: the ``SIZES`` of each node. An image counts in the first node that shows it."""
     is_scored = np.concatenate([path.loss_mask for path in tree.paths]) > 0
     is_scored[tree.path_offsets[:-1]] = False  # no edge predicts the first token of a path
     is_label = np.zeros(len(tree), bool)
@@ -228,4 +244,13 @@ def _node_sizes(tree: TokenTree) -> np.ndarray:
     visible_pairs = np.add.reduceat(tree.positions, starts, dtype=np.int64) + tokens
     edges = np.add.reduceat(is_label, starts, dtype=np.int64)
     chunks = -(-tokens // CHUNK)  # a node without siblings may share a chunk with its parent
-    return np.stack([tokens, visible_pairs, edges, chunks], axis=1).astype(np.int64)
+    pixels, pixel_pairs = np.zeros((2, len(tokens)), np.int64)
+    if tree.image_row is not None:
+        rows, first_tokens = np.unique(tree.image_row, return_index=True)
+        for image, row in zip(tree.images, first_rows(tree.images).values(), strict=True):
+            token = first_tokens[np.searchsorted(rows, row)]
+            node, area = np.searchsorted(starts, token, side="right") - 1, image.pixels[..., 0].size
+            pixels[node] += area
+            pixel_pairs[node] += area**2
+    sizes = [tokens, visible_pairs, edges, chunks, pixels, pixel_pairs]
+    return np.stack(sizes, axis=1).astype(np.int64)

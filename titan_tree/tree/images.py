@@ -17,7 +17,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -63,8 +63,10 @@ class Image:
     """An image as a model reads it. It takes the place of ``len(image)`` tokens, row by row.
 
     Args:
-        pixels: [H, W, 3] uint8, red, green and blue, already resized: H and W are multiples of ``patch``.
+        pixels: [H, W, 3] uint8, red, green and blue, already resized: H and W are multiples of ``patch``. The
+            array is not copied, so it must not change afterwards.
         patch: pixels of one token in each direction, ``patch_size * spatial_merge_size`` of the model.
+        source: the file or data: URL that has these pixels; "" if none is known.
 
     Raises:
         UserError: the pixels have another type or shape.
@@ -72,16 +74,22 @@ class Image:
 
     pixels: np.ndarray
     patch: int = 32
+    source: str = ""
+    may_be_scored: ClassVar[bool] = False  # whether a loss may count the placeholders
 
     def __post_init__(self) -> None:
-        shape = self.pixels.shape
-        if self.pixels.dtype != np.uint8 or len(shape) != 3 or shape[2] != 3:
-            got = f"{self.pixels.dtype} of shape {shape}"
-            raise UserError(f"Image: expected pixels [height, width, 3] of uint8, got {got}")
-        if not all(size and size % self.patch == 0 for size in shape[:2]):
+        pixels, patch = self.pixels, self.patch
+        is_array = isinstance(pixels, np.ndarray)
+        if not is_array or pixels.dtype != np.uint8 or pixels.shape[2:] != (3,):
+            got = f"{pixels.dtype} of shape {pixels.shape}" if is_array else type(pixels).__name__
+            raise UserError(f"Image: pixels: expected an array [height, width, 3] of uint8, got {got}")
+        if not isinstance(patch, int | np.integer) or patch < 1:
+            raise UserError(f"Image: patch: expected a number of pixels, got {shorten(patch)}")
+        height, width, _ = pixels.shape
+        if not height or not width or height % patch or width % patch:
             raise UserError(
-                f"Image: expected height and width in multiples of {self.patch} pixels, got {shape[0]} x "
-                f"{shape[1]}; resize the image"
+                f"Image: expected height and width in multiples of {patch} pixels, got {height} x {width}; "
+                "resize the image"
             )
 
     def __len__(self) -> int:
@@ -146,6 +154,8 @@ def path_images(value: object, tokens: np.ndarray, loss_mask: np.ndarray) -> Pat
                 f"one placeholder id at tokens {start} to {stop - 1} of an image of {size} tokens",
                 f"{ids[0]} at token {start} and {ids[at]} at token {start + at}",
             )
+        if image.may_be_scored:
+            continue
         is_trained = loss_mask[start:stop] > 0
         is_trained[: max(0, 1 - int(start))] = False  # nothing predicts the first token
         if is_trained.any():

@@ -22,7 +22,7 @@ from titan_tree.tree.costs import TreeCosts, tree_sizes
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
-COSTS = TreeCosts(token=1e-3, visible_pair=1e-6, edge=1e-4, chunk=1e-3, forward=0.05)
+COSTS = TreeCosts(token=1e-3, visible_pair=1e-6, edge=1e-4, chunk=1e-3, pixel=0, pixel_pair=0, forward=0.05)
 
 
 def random_sizes(draw: random.Random, trees: int, longest: int = 100) -> np.ndarray:
@@ -120,7 +120,7 @@ def test_rows_of_large_steps_are_even() -> None:
 
 def test_pairs_count_where_tokens_do_not() -> None:
     """A chain of 100 tokens costs as much as two bushes of 100 tokens."""
-    costs = TreeCosts(token=0, visible_pair=1, edge=0, chunk=0, forward=0)
+    costs = TreeCosts(token=0, visible_pair=1, edge=0, chunk=0, pixel=0, pixel_pair=0, forward=0)
     sizes = np.array([(100, 200, 0, 0), (100, 100, 0, 0), (100, 100, 0, 0)])
     assert assign_freely(sizes, costs, 2, 100) == [[[0]], [[1], [2]]]
     assert assign_in_step(sizes, costs, 2, 200) == [[[0]], [[1, 2]]]
@@ -159,19 +159,20 @@ def test_sizes_are_counts_over_distinct_prefixes(seed: int) -> None:
         expected.append([len(prefixes), sum(map(len, prefixes)), len(edges)])
     sizes = tree_sizes(trees)
     assert sizes[:, :3].tolist() == expected
+    assert not sizes[:, 4:].any()
     for tree, chunks in zip(trees, sizes[:, 3], strict=True):
         assert len(tree) / 64 <= chunks <= len(tree)
     chain = TokenTree.from_paths([TokenPath(np.arange(130))])
-    assert tree_sizes([chain])[0].tolist() == [130, 130 * 131 // 2, 129, 3]
+    assert tree_sizes([chain])[0].tolist() == [130, 130 * 131 // 2, 129, 3, 0, 0]
 
 
 def test_a_fit_finds_the_costs_that_made_the_times() -> None:
     draw = random.Random(0)
-    true = TreeCosts(token=3e-3, visible_pair=5e-6, edge=1e-4, chunk=0.0, forward=0.2)
-    fit = CostFit(start := TreeCosts(1e-3, 1e-6, 1e-4, 0.0, 0.05))
+    true = TreeCosts(token=3e-3, visible_pair=5e-6, edge=1e-4, chunk=0.0, pixel=0, pixel_pair=0, forward=0.2)
+    fit = CostFit(start := TreeCosts(1e-3, 1e-6, 1e-4, 0.0, 0.0, 0.0, 0.05))
     assert fit.solve() == start
     for sizes in random_sizes(draw, 300, longest=5000):
-        row = np.append(sizes, draw.randint(1, 4))
+        row = np.array([*sizes, *[0] * (6 - len(sizes)), draw.randint(1, 4)])
         fit.add(row, float(true.seconds(row)) * draw.uniform(0.98, 1.02))
     fitted = fit.solve()
     assert fitted.chunk == 0
@@ -183,12 +184,16 @@ def test_a_fit_finds_the_costs_that_made_the_times() -> None:
 
 
 def test_like_measurements_keep_the_ratios_of_the_start() -> None:
-    """They cannot tell the coefficients apart, only that everything takes three times as long."""
-    fit = CostFit(COSTS)
-    row = np.array([1000, 10_000, 500, 20, 1])
+    """They cannot tell the coefficients apart, only that everything takes three times as long.
+
+    The tower is not measured.
+    """
+    costs = COSTS._replace(pixel=1e-6, pixel_pair=1e-12)
+    fit = CostFit(costs)
+    row = np.array([1000, 10_000, 500, 20, 10**6, 10**12, 1])
     for _ in range(50):
         fit.add(row, 3 * float(COSTS.seconds(row)))
-    np.testing.assert_allclose(fit.solve(), 3 * np.array(COSTS), rtol=1e-6)
+    np.testing.assert_allclose(fit.solve(), 3 * np.array(costs), rtol=1e-6)
 
 
 @pytest.mark.parametrize("state", [{}, {"products": [[0]], "moments": None}, {"products": "x"}])

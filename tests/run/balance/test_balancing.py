@@ -133,7 +133,7 @@ def test_a_resume_before_the_fit_keeps_the_measurements(monkeypatch: pytest.Monk
     model, device = build_model("qwen3", "debug", vocab_size=64), torch.device("cpu")
     fixed: dict[str, Any] = {"sequence_parallel": 1, "expert_parallel": False, "fixed": False, "splits": True}
     whole, resumed = (Balancing(model, device, 64, **fixed) for _ in range(2))
-    measured = [(np.array([100 * i + 50, 900, 40, 3, 1]), 0.1 * i + 1) for i in range(4)]
+    measured = [(np.array([100 * i + 50, 900, 40, 3, 0, 0, 1]), 0.1 * i + 1) for i in range(4)]
     whole.fit_step = 4
     for sizes, seconds in measured[:2]:
         whole.fit.add(sizes, seconds)
@@ -143,6 +143,9 @@ def test_a_resume_before_the_fit_keeps_the_measurements(monkeypatch: pytest.Monk
         for sizes, seconds in measured[2:]:
             each.fit.add(sizes, seconds)
     assert resumed.fit.solve() == whole.fit.solve() != whole.estimated
+    old = {"costs": [[1.0] * 5], "fit_step": 4, "fit": {}}  # of an earlier version, which knew no pixels
+    resumed.load_state_dict(old)
+    assert resumed.estimated == whole.estimated
 
 
 def bad_line(rank: int, ports: list[int], folder: Path, workers: list[int]) -> None:

@@ -30,7 +30,7 @@ from titan_tree.tree.costs import TreeCosts, tree_sizes
 from titan_tree.tree.token_tree import TokenTree
 
 T = TypeVar("T")
-COSTS = TreeCosts(token=1e-3, visible_pair=1e-6, edge=1e-4, chunk=1e-3, forward=0.05)
+COSTS = TreeCosts(token=1e-3, visible_pair=1e-6, edge=1e-4, chunk=1e-3, pixel=0, pixel_pair=0, forward=0.05)
 NUM_STEPS = 4
 
 
@@ -114,7 +114,7 @@ def test_a_lost_rank_is_one_line(store: dist.TCPStore, hangs: bool, reason: str)
 
 
 def test_workers_wait_for_costs_and_get_the_same_bits(store: dist.TCPStore) -> None:
-    costs = TreeCosts(*np.random.default_rng(0).random(5))
+    costs = TreeCosts(*np.random.default_rng(0).random(7))
 
     def run(address: DataAddress) -> None:
         if address.rank == 0:

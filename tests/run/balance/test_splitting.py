@@ -23,7 +23,7 @@ from titan_tree.tree.costs import TreeCosts, leaf_sizes, tree_sizes
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
-COSTS = TreeCosts(token=1e-3, visible_pair=1e-6, edge=1e-4, chunk=1e-3, forward=1e-3)
+COSTS = TreeCosts(token=1e-3, visible_pair=1e-6, edge=1e-4, chunk=1e-3, pixel=0, pixel_pair=0, forward=1e-3)
 
 
 def bushy_tree(branches: int, prompt: int = 10, length: int = 100, name: str = "") -> TokenTree:

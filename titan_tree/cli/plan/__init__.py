@@ -13,6 +13,7 @@ compares the results with measurements. `titan-tree bench real CONFIG.toml --ste
 # device.py        the GPU, or the CPU, and its memory
 # workload.py      the steps of a run, from a sample of its data
 # layer_trace.py   what layers keep for their backward pass
+# tower_trace.py   what the tower needs for an image
 # memory.py        memory, part by part
 # estimate.py      all of it for a configuration
 

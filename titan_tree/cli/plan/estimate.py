@@ -18,6 +18,7 @@ from titan_tree.distributed.parallelize import check_parallel
 from titan_tree.engine.step_io import StepCounts
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
+from titan_tree.models.tree_model import Execution
 from titan_tree.run import build
 from titan_tree.run.config import Config
 from titan_tree.run.model_setup import build_model_without_weights
@@ -86,7 +87,7 @@ def build_planned_model(config: Config, gpus: int) -> Decoder:
             "lora: titan-tree plan does not cover LoRA; append lora.rank=0 lora.adapter=null for what a "
             "run that trains all weights needs, which is more"
         )
-    model.compute_dtype = getattr(torch, config.training.dtype)
+    model.execution = Execution(getattr(torch, config.training.dtype))
     parallel = config.parallel
     sharing = parallel.sequence_parallel, parallel.expert_parallel
     check_parallel(model, gpus, parallel.replicate, *sharing)
@@ -110,8 +111,6 @@ def _notes(config: Config, plan: MemoryPlan, counts: StepCounts, groups: int, fi
     notes += [f"activations are those of torch {torch.__version__.partition('+')[0]}"]
     if plan.gpus > 1 and plan.is_partitioned and config.parallel.reduce_gradients == "every":
         notes.append("trees are partitioned, so training will refuse parallel.reduce_gradients = every")
-    if config.model.vision != "off":
-        notes.append("the tower needs more memory and time for images than computed, one image at a time")
     if config.data.layout == "tree" and counts.por_samples <= 0:
         notes.append("samples share nothing, so trees save nothing; titan-tree inspect FILE says why")
     if groups % config.data.global_batch_groups:

@@ -1,20 +1,23 @@
 """The memory of a step on the fullest GPU, part by part, when it is largest.
 
 FSDP2's allocations follow its code (torch.distributed.fsdp._fully_shard). Layers are units of FSDP2, and so
-is the root: embedding, norm and head. The estimate covers memory from torch's allocator, and the CUDA context
-and NCCL outside of it.
+are the tower and the root: embedding, norm and head. The estimate covers memory from torch's allocator, and
+the CUDA context and NCCL outside of it.
 """
 
 from __future__ import annotations
 
 import copy
-from itertools import accumulate
+import math
+from itertools import accumulate, compress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from titan_tree.cli.plan.device import GIB
 from titan_tree.cli.plan.layer_trace import LayerTrace
+from titan_tree.cli.plan.tower_trace import image_bytes
 from titan_tree.cli.plan.workload import StepSizes, is_partitioned
 from titan_tree.components.logprobs import BLOCK_ELEMENTS
 from titan_tree.components.tree_attention.block_lists import table_bytes
@@ -26,6 +29,7 @@ from titan_tree.models.block import Attention
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.gated_delta_net import GatedDeltaNet
 from titan_tree.models.layers import MLP
+from titan_tree.models.tree_model import is_trained
 from titan_tree.run.config import Config
 from titan_tree.tree.batch import TokenShard
 from titan_tree.tree.costs import row_bytes
@@ -83,6 +87,15 @@ class MemoryPlan:
         self.shards = list(shard_sizes(model, replica, expert_parallel))
         self.layer_sizes = [gathered_size(layer, expert_parallel) for layer in model.blocks]
         self.size = gathered_size(model, expert_parallel)
+        self.trained_shards = list(compress(self.shards, (p.requires_grad for p in model.parameters())))
+        tower: Any = model.visual
+        self.tower_size = 0 if tower is None else gathered_size(tower)
+        self.trains_tower = tower is not None and is_trained(tower)
+        self.pixels = max(sum(map(math.prod, each.images)) for each in passes)  # of a micro-batch
+        largest = max((image for each in passes for image in each.images), key=math.prod, default=None)
+        self.image_bytes = (
+            image_bytes(tower, *largest, getattr(torch, config.training.dtype)) if largest else 0
+        )
 
     def peak(self, imbalance: float = 1.0) -> tuple[str, Parts]:
         """Returns when memory is largest, and its parts. See ``moments``."""
@@ -94,22 +107,27 @@ class MemoryPlan:
         Args:
             imbalance: token copies that arrive at the busiest rank for its experts, relative to the mean.
         """
-        fixed, gradients, parallel = self._fixed(), float(4 * sum(self.shards)), self.config.parallel
-        sums_later = self.passes > 1 and parallel.reduce_gradients == "last"
+        fixed, gradients, parallel = self._fixed(), float(4 * sum(self.trained_shards)), self.config.parallel
+        # The last backward pass is that of a trained tower.
+        sums_later = (self.passes > 1 or self.trains_tower) and parallel.reduce_gradients == "last"
         if self.gpus == 1 or self.is_partitioned or sums_later:
-            gradients = 4.0 * self.size  # not sharded
-        layer, root = max(self.layer_sizes), self.size - sum(self.layer_sizes)
+            gradients = 4.0 * (self.size - self.tower_size * (not self.trains_tower))  # not sharded
+        layer, root = max(self.layer_sizes), self.size - self.tower_size - sum(self.layer_sizes)
         before = fixed | {
             "gradients": gradients if self.passes > 1 else 0.0,  # of earlier forward and backward passes
             "activations": self._activations(imbalance),
         }
         after = fixed | {"gradients": gradients}
         backward = self._summed(layer) | self._backward(imbalance)
+        image = {"image in the tower": float(self.image_bytes)}
+        if self.trains_tower:
+            image |= {"gradients": gradients} | self._summed(self.tower_size)
         return {
             "the loss": before | {"log-probs": self._logprobs()},
             "the backward pass of the last layer": before | backward,
             "the backward pass of the first layer": after | backward,
             "the end of the backward pass": after | self._summed(root),
+            "an image in the tower": before | {"activations": 0.0} | image,
         }
 
     def _fixed(self) -> Parts:
@@ -117,9 +135,16 @@ class MemoryPlan:
         state_bytes = OPTIMIZERS[self.config.optimizer.name].state_bytes
         parts = {
             "weights": 4.0 * sum(self.shards),
-            "optimizer states": sum(map(state_bytes, self.shards)),
+            "optimizer states": sum(map(state_bytes, self.trained_shards)),
             "weights for computation": self.item * self.cast_weights(),
         }
+        if self.pixels:
+            tower: Any = self.model.visual
+            width = self.model.config.hidden_size * (1 + len(getattr(tower, "deepstack_merger_list", ())))
+            # Text layers read the features of a trained tower in fp32, and sum their gradients in fp32.
+            item = self.item + self.trains_tower * (8 if self.item == 2 else 4)
+            parts["features of images"] = float(item * width * self.pixels // tower.patch**2)
+            parts["pixels of images"] = 3.0 * self.pixels
         if self.on_cpu:
             # SDPA makes numbers of the mask.
             parts |= {"attention mask": (1.0 + self.item) * self.mask_size, "program": PROGRAM}
@@ -153,7 +178,8 @@ class MemoryPlan:
             ]
             in_experts = sum(sizes)
             layers = [layer - size for layer, size in zip(layers, sizes, strict=True)]
-        return self.size - sum(self.layer_sizes) + in_experts + 2 * max(layers)
+        root = self.size - self.tower_size - sum(self.layer_sizes)
+        return root + in_experts + max(2 * max(layers), self.tower_size)
 
     def _summed(self, parameters: int) -> Parts:
         """Returns the gradients that ranks are summing.

@@ -32,12 +32,14 @@ class PassSizes:
         keys: tokens that attention sees: those of the pass, and their ancestors in other partitions.
         edges: edges that the loss scores, on the GPU with the most.
         cache: rows of the gateway cache after the forward pass.
+        images: height and width of the micro-batch's distinct images; only the first pass has them.
     """
 
     tokens: int
     keys: int
     edges: int
     cache: CacheRows = NO_CACHE_ROWS
+    images: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, batch: TreeBatch, num_ranks: int) -> PassSizes:
@@ -49,6 +51,7 @@ class PassSizes:
             keys=len(batch.layout.subtree_end),
             edges=int(np.bincount(ranks, minlength=1).max()),
             cache=CacheRows(*map(sum, zip(batch.cache_offset, batch.cache_writes, strict=True))),
+            images=tuple((len(pixels), len(pixels[0])) for pixels in batch.pixels),
         )
 
 

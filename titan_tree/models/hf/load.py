@@ -216,7 +216,9 @@ def _parts(
                     shard = shards[piece.parameter]
                     if overlap := _overlap(piece, shard):
                         rows, region = overlap
-                        values = opened.get_slice(stored)[rows].view(shard.values[region].shape)
+                        values = opened.get_slice(stored)[rows]
+                        values = values.mT if piece.is_transposed else values
+                        values = values.view(shard.values[region].shape)
                         yield WeightPart(piece.parameter, region, values, name)
 
 
@@ -231,6 +233,7 @@ def _overlap(piece: TensorRows, shard: WeightShard) -> tuple[Region, Region] | N
         region.append(slice(low - start, high - start))
         source.append(slice(low - first, high - first))
     rows, *others = source[-len(piece.shape) :]
+    others = others[::-1] if piece.is_transposed else others
     return (slice(piece.row + rows.start, piece.row + rows.stop), *others), tuple(region)
 
 

@@ -2,7 +2,7 @@
 
 There are three kinds of correspondence:
 
-    direct   one tensor is one parameter
+    direct   one tensor is one parameter, or the experts of Qwen3-VL with rows and columns exchanged
     packed   one tensor holds several parameters (``Decoder.packed``), as Qwen3-Next publishes projections
     fused    several tensors, one per expert and projection, make up one parameter
 
@@ -39,12 +39,14 @@ class TensorRows(NamedTuple):
         shape: shape of the rows in the tensor. If the parameter has one more dim, its first, the box has size
             1 there.
         row: number of the first row in the tensor.
+        is_transposed: whether the tensor has the last two dims in the other order.
     """
 
     parameter: str
     start: tuple[int, ...]
     shape: Shape
     row: int = 0
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,9 +65,10 @@ class Correspondence:
     rows_by_tensor: Callable[[], Mapping[str, list[TensorRows]]]
 
     @staticmethod
-    def direct(name: str, shape: Shape) -> Correspondence:
-        whole = TensorRows(name, (0,) * len(shape), shape)
-        return Correspondence({name: shape}, [name], lambda: {name: [whole]})
+    def direct(name: str, shape: Shape, is_transposed: bool = False) -> Correspondence:
+        whole = TensorRows(name, (0,) * len(shape), shape, is_transposed=is_transposed)
+        stored = transposed(shape) if is_transposed else shape
+        return Correspondence({name: stored}, [name], lambda: {name: [whole]})
 
     @staticmethod
     def packed(name: str, parameters: Mapping[str, Shape], model: Decoder) -> Correspondence:
@@ -108,8 +111,8 @@ def _runs(rows: list[int]) -> Iterator[tuple[int, int, int]]:
             first = i
 
 
-def correspondences(model: Decoder, stored: Collection[str]) -> list[Correspondence]:
-    """Returns how a snapshot with the tensors ``stored`` should hold the parameters of ``model``.
+def correspondences(model: Decoder, stored: Mapping[str, Shape]) -> list[Correspondence]:
+    """Returns how a snapshot with tensors of the shapes ``stored`` should hold the parameters of ``model``.
 
     Each parameter occurs in exactly one correspondence, also if the snapshot lacks its tensors. The
     correspondence then names the tensors that are expected.
@@ -123,10 +126,18 @@ def correspondences(model: Decoder, stored: Collection[str]) -> list[Corresponde
             if name.endswith(ending) and all(part in shapes for part in names):
                 found.append(Correspondence.packed(name, {part: shapes.pop(part) for part in names}, model))
     for name, shape in shapes.items():
-        is_fused = name not in stored and single_experts(name, shape)
-        make = Correspondence.fused if is_fused else Correspondence.direct
-        found.append(make(name, shape))
+        if single_experts(name, shape):
+            is_transposed = stored.get(name) == transposed(shape) != shape
+            fused = Correspondence.direct(name, shape, is_transposed)
+            found.append(fused if name in stored else Correspondence.fused(name, shape))
+        else:
+            found.append(Correspondence.direct(name, shape))
     return found
+
+
+def transposed(shape: Shape) -> Shape:
+    """Returns ``shape`` with the last two dims exchanged."""
+    return *shape[:-2], shape[-1], shape[-2]
 
 
 def single_experts(name: str, shape: Shape) -> dict[str, Shape]:
@@ -150,6 +161,19 @@ def split_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else:
             split[name] = weight
     return split
+
+
+def transpose_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns ``weights`` with views of the fused parameters as Qwen3-VL publishes them.
+
+    Where transposing keeps the shape, transformers reads a tensor as it is.
+    """
+    return {
+        name: weight.mT
+        if single_experts(name, shape := tuple(weight.shape)) and shape[1] != shape[2]
+        else weight
+        for name, weight in weights.items()
+    }
 
 
 def pack(weights: Mapping[str, Tensor], model: Decoder) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from titan_tree.models.hf.names import (
     not_loaded,
     pack,
     split_experts,
+    transpose_experts,
 )
 from titan_tree.models.hf.snapshot_files import (
     ADAPTER_CONFIG,
@@ -107,7 +108,8 @@ def snapshot_tensors(
     assert not any(hasattr(w, "full_tensor") for w in weights.values()), "gather sharded weights first"
     biases = model.experts.router_biases() if model.experts else {}
     parts: Mapping[str, Tensor] = {name: w for name, w in weights.items() if name not in biases}
-    parts = split_experts(parts) if model.publishes_single_experts else parts
+    if model.publishes_single_experts:  # except within Qwen3-VL
+        parts = split_experts(parts) if prefix == PREFIX else transpose_experts(parts)
     parts = pack(parts, model) if model.publishes_packed else parts
     return {hf_name(name, prefix): weight for name, weight in parts.items()}
 

@@ -59,11 +59,11 @@ def arguments(positions: Tensor, tree: object) -> dict[str, object]:
     """Returns the arguments of a model of transformers, beside its tokens [1, N].
 
     Args:
-        positions: [N].
+        positions: [N], or [3, N] with images.
         tree: what each layer gets as the argument ``KEYWORD``.
     """
     return {
-        "position_ids": positions[None].long(),
+        "position_ids": positions[..., None, :].long(),
         # transformers passes a mask of four dimensions on as it is. Without one, it would make one.
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=positions.device),
         "use_cache": False,

@@ -100,6 +100,8 @@ class LayerPass:
         first: the index of the first of these tensors, for each layer, and their number.
     """
 
+    added: Sequence[Tensor] = ()  # [N, d] each: what images add to the outputs of the first layers
+
     def __init__(self, layout: TreeLayout, rows: Sequence[Tensor], first: Sequence[int]) -> None:
         self.layout, self.rows, self.first = layout, rows, first
         self.exports: list[Tensor] = []
@@ -117,7 +119,7 @@ class LayerPass:
         out = LayerOutput(*block(hidden, positional, named, self.layout, rows))
         if len(self.exports) == self.first[index]:  # layers may be recomputed in the backward pass
             self.exports += out.exports
-        return out.hidden
+        return out.hidden + self.added[index] if index < len(self.added) else out.hidden
 
 
 class LayerSizes(NamedTuple):

@@ -49,7 +49,11 @@ def generating(model: TreeModel) -> PreTrainedModel:
         generator.set_output_embeddings(model.lm_head)
     generator.generation_config = GenerationConfig()  # without what a snapshot's config.json may say
     shared = {id(weight) for weight in generator.parameters()}
-    unused = [name for name, weight in model.named_parameters() if id(weight) not in shared]
+    unused = [
+        name
+        for name, weight in model.named_parameters()
+        if id(weight) not in shared and not name.startswith("visual.")
+    ]
     tensors = (*generator.named_parameters(), *generator.named_buffers())
     if names := unused + [name for name, tensor in tensors if tensor.is_meta]:
         raise _refusal(model, f"{', '.join(names[:3])}: only one of the two has it")
@@ -66,6 +70,8 @@ def _from_decoder(model: Decoder) -> Any:
     if hasattr(base, "rotary_emb"):
         with model.embed_tokens.weight.device:
             base.rotary_emb = type(base.rotary_emb)(generator.config)
+        if model.mrope_sections and hasattr(base.rotary_emb, "mrope_section"):
+            base.rotary_emb.mrope_section = model.mrope_sections
     for layer, block in zip(base.layers, model.blocks, strict=True):
         _share(layer, block, "input_layernorm", "post_attention_layernorm", "mlp")
         if isinstance(block.mlp, MoE):

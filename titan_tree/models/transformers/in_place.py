@@ -26,7 +26,9 @@ from titan_tree.models.transformers.attention_function import KEYWORD, NAMES
 from titan_tree.models.transformers.blocks import LayerPass, Survey, TransformersBlock
 from titan_tree.models.transformers.transformers_model import TransformersModel
 from titan_tree.models.tree_model import Execution, ModelOutput
+from titan_tree.models.vision import patches
 from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.images import NO_TOWER
 from titan_tree.tree.layout import TreeLayout
 
 CALL = "tree_call"  # argument of the model and of its output projection: what to run inside of it
@@ -86,6 +88,11 @@ class InPlaceModel(TransformersModel):
     def root(self) -> nn.Module:
         return self._root[0]
 
+    @property
+    def keeps_features(self) -> bool:
+        """False: hooks and autocast of the model's owner may change what the tower returns."""
+        return False
+
     def forward(self, batch: TreeBatch, **options: Any) -> ModelOutput:  # type: ignore[override]
         """Scores the batch's edges, see ``TreeModel``."""
         return self.root(**{CALL: functools.partial(super().forward, batch, **options)})
@@ -107,6 +114,34 @@ class InPlaceModel(TransformersModel):
             return score(hidden, weight, batch, entropy, statistics)
 
         return module(hidden, **{CALL: run})  # FSDP2 follows the gradient of its argument
+
+    def _tower(self, model: Any) -> Any:
+        return getattr(model.base_model, "visual", None)
+
+    def encode(self, pixels: Sequence[Tensor]) -> list[Tensor]:
+        """Runs the model's own tower on all images at once, see ``TreeModel``.
+
+        Args:
+            pixels: [H, W, 3] uint8 for each image, or [rows, columns, values of the patches of a token] as
+                processors of transformers return them.
+        """
+        if self.visual is None:
+            raise UserError(NO_TOWER)
+        tower: Any = self.visual
+        c, merge = tower.config, tower.config.spatial_merge_size
+        parts = [
+            patches(x, c.patch_size, merge, c.temporal_patch_size)
+            if x.dtype == torch.uint8
+            else (
+                x.reshape(-1, x.shape[2] // merge**2),
+                torch.tensor([[1, merge * len(x), merge * x.shape[1]]]),
+            )
+            for x in pixels
+        ]
+        device = self.embedding_weight.device
+        values, grids = (torch.cat(each).to(device) for each in zip(*parts, strict=True))
+        out = tower(values.to(tower.dtype), grid_thw=grids)
+        return [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
 
     def _take_layers(self, base: Any) -> None:
         blocks = [TransformersBlock(layer, self.attention, self.recurrence) for layer in base.layers]

@@ -27,7 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 from titan_tree.components.lora import is_factor
 from titan_tree.errors import UserError, hide, printable
 from titan_tree.models.hf.snapshot_files import CONFIG, read_json, warn_once, weight_files
-from titan_tree.models.transformers.support import check_supported
+from titan_tree.models.transformers.support import VISION, check_supported
 from titan_tree.models.transformers.transformers_model import TransformersModel
 from titan_tree.models.weights import CHECKPOINTED, WeightShards
 
@@ -35,16 +35,22 @@ LAYER = re.compile(r"layers\.(\d+)\.layer\.")
 
 
 def from_config(
-    folder: str | Path, dtype: torch.dtype = torch.float32, attention: str = "auto", recurrence: str = "auto"
+    folder: str | Path,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "auto",
+    recurrence: str = "auto",
+    images: bool = False,
 ) -> TransformersModel:
     """Makes the model that a snapshot's config.json describes, without its weights, on the default device.
+
+    It has its tower if it is to read images.
 
     Raises:
         UserError: the config is missing or damaged, or the model cannot run on trees.
     """
-    config = _read_config(folder)
+    config, auto_class = _read_config(folder, images=images), _auto_class(images)
     with _errors_in_one_line(Path(folder) / CONFIG):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        model = auto_class.from_config(config, dtype=dtype, trust_remote_code=False)
     made = TransformersModel(model, attention, recurrence)
     limit, positions = made.longest_path, config.get_text_config().max_position_embeddings
     if limit is not None and limit < positions:
@@ -67,7 +73,8 @@ def fill(model: TransformersModel, folder: str | Path, shards: WeightShards) -> 
     Raises:
         UserError: a part of the snapshot is missing, unexpected or damaged.
     """
-    source = TransformersModel(_read(folder, model.hf_config.dtype or torch.float32))
+    has_tower = model.visual is not None
+    source = TransformersModel(_read(folder, model.hf_config.dtype or torch.float32, images=has_tower))
     weights = source.state_dict()
     for name, shard in shards.items():
         if not is_factor(name):
@@ -89,7 +96,7 @@ def unmodified(folder: str | Path, dtype: torch.dtype, images: bool = False) -> 
         UserError: see ``fill``.
     """
     disable_progress_bar()
-    model = _read(folder, dtype, AutoModelForImageTextToText if images else AutoModelForCausalLM).eval()
+    model = _read(folder, dtype, on_trees=not images, images=images).eval()
     model.set_experts_implementation("eager")  # the default one multiplies in bfloat16 only
     return model
 
@@ -105,36 +112,47 @@ def save(model: TransformersModel, folder: Path, weights: Mapping[str, Tensor], 
     config.dtype = next(iter(weights.values())).dtype
     vars(config).pop("auto_map", None)  # names code of the source, for which these weights are not written
     with torch.device("meta"):
-        shell = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    prefix = shell.base_model_prefix
+        shell = _auto_class(model.visual is not None).from_config(config, attn_implementation="eager")
+    prefix = shell.base_model_prefix + (".language_model" if model.visual is not None else "")
     named = {hf_name(name, prefix): weight.contiguous() for name, weight in weights.items()}
     shell.save_pretrained(folder, state_dict=named, max_shard_size=max_shard_bytes)
 
 
 def hf_name(name: str, prefix: str) -> str:
-    """Returns transformers' name of a parameter of ``TransformersModel``."""
+    """Returns transformers' name of a parameter of ``TransformersModel``. The text model has the prefix."""
+    if name.startswith("visual."):
+        return f"{prefix.partition('.')[0]}.{name}"
     if name.startswith("base."):
         return prefix + name.removeprefix("base")
     return LAYER.sub(rf"{prefix}.layers.\1.", name)
 
 
-def _read_config(folder: str | Path, on_trees: bool = True) -> PreTrainedConfig:
+def _auto_class(images: bool) -> Any:
+    return AutoModelForImageTextToText if images else AutoModelForCausalLM
+
+
+def _read_config(folder: str | Path, on_trees: bool = True, images: bool = False) -> PreTrainedConfig:
     path = Path(folder) / CONFIG
     read_json(path)  # names a damaged file
     with _errors_in_one_line(path):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if on_trees:
-        check_supported(config.get_text_config(), str(path))
+        check_supported(config if images else config.get_text_config(), str(path))
+        if images and config.model_type not in VISION:
+            raise UserError(
+                f'{path}: model.vision: expected "off" for the model_type {config.model_type}, got another '
+                f"value; images need one of {', '.join(sorted(VISION))}"
+            )
     return config
 
 
 def _read(
-    folder: str | Path, dtype: torch.dtype | str, auto_class: Any = AutoModelForCausalLM
+    folder: str | Path, dtype: torch.dtype | str, on_trees: bool = True, images: bool = False
 ) -> PreTrainedModel:
-    config = _read_config(folder, on_trees=auto_class is AutoModelForCausalLM)
+    config = _read_config(folder, on_trees, images)
     weight_files(Path(folder))  # refuses pickles
     with _errors_in_one_line(folder):
-        loaded: Any = auto_class.from_pretrained(
+        loaded: Any = _auto_class(images).from_pretrained(
             folder,
             config=config,
             dtype=dtype,

@@ -59,11 +59,16 @@ SUPPORTED = frozenset(
     }
 )
 
+# Models with a tower for images, and a text model of the same type with "_text". Attention is causal also for
+# images, and positions are those of tree/images.py.
+VISION = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"})
+
 STATE_SPACE = "its recurrent layers would carry the state of one branch into the next"
 INDEXER = "its sparse attention chooses keys without regard to branches"
 ALIBI = "its attention biases do not depend on the depth in the tree"
 CHUNKS = "its attention works in chunks of a sequence"
 PARALLEL = "each of its layers has both attention and a recurrence"
+TWO_WAY = "the tokens of an image see each other in both directions"
 TUPLES = "its layers return tuples instead of hidden states"
 REASONS = {
     "bamba": TUPLES,
@@ -72,6 +77,8 @@ REASONS = {
     "deepseek_v4": INDEXER,
     "falcon_h1": PARALLEL,
     "falcon_mamba": STATE_SPACE,
+    "gemma3": TWO_WAY,
+    "gemma4": TWO_WAY,
     "glm5_next_text": INDEXER,
     "glm_moe_dsa": INDEXER,
     "jamba": STATE_SPACE,
@@ -112,14 +119,22 @@ def check_supported(config: PreTrainedConfig, where: str, quantization: Collecti
     """Raises UserError unless a model with this config is exact on trees.
 
     Args:
-        config: the text model's configuration.
+        config: the model's configuration, or that of its text model if it runs without its tower.
         where: the config's source, for the message.
         quantization: methods of quantization that the caller's layers may have.
     """
-    name = config.model_type
-    if reason := REASONS.get(name):
-        raise UserError(f"{where}: model_type: {name} cannot run on trees: {reason}")
-    if name not in SUPPORTED:
+    text = config.get_text_config()
+    for name in (config.model_type, text.model_type):
+        if reason := REASONS.get(name):
+            raise UserError(f"{where}: model_type: {name} cannot run on trees: {reason}")
+    if text is not config and config.model_type not in VISION:
+        raise UserError(
+            f"{where}: model_type: {config.model_type} is more than a text model; expected one of "
+            f"{', '.join(sorted(VISION))}; or save its text model by itself"
+        )
+    quantized = getattr(config, "quantization_config", None)
+    config = text
+    if name not in SUPPORTED and name.removesuffix("_text") not in VISION:
         raise UserError(
             f"{where}: model_type: {name} has not been tested on trees; expected one of "
             f"{', '.join(sorted(SUPPORTED))}"
@@ -138,7 +153,6 @@ def check_supported(config: PreTrainedConfig, where: str, quantization: Collecti
     for field, value in config.to_dict().items():
         if value and any(word in field for word in RANDOM):
             raise UserError(f"{where}: {field}: expected 0 on trees, got {value}; set it to 0")
-    quantized = getattr(config, "quantization_config", None)
     if quantized and getattr(quantized, "quant_method", None) not in quantization:
         raise UserError(
             f"{where}: quantization_config: expected unquantized weights; dequantize the model with "

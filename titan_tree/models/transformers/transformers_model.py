@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -28,7 +28,8 @@ from titan_tree.models.transformers.blocks import (
 from titan_tree.models.transformers.mixers import Kind, conv_width, kind_of, recurrent_mixer
 from titan_tree.models.transformers.rope import constant, longest_path
 from titan_tree.models.transformers.support import check_supported, check_windows, logit_cap, logit_scale
-from titan_tree.models.tree_model import TreeModel, matrix_flops
+from titan_tree.models.tree_model import TreeModel, matrix_flops, with_images
+from titan_tree.models.vision import tower_class
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
 
@@ -73,15 +74,10 @@ class TransformersModel(TreeModel):
 
     def __init__(self, model: PreTrainedModel, attention: str = "auto", recurrence: str = "auto") -> None:
         text = model.config.get_text_config()
-        if text is not model.config:
-            raise UserError(
-                f"model: {model.config.model_type} is more than a text model, which cannot run on trees; "
-                "save its text model by itself"
-            )
         where = getattr(model.config, "name_or_path", "") or "model"
-        check_supported(text, where, self.quantization)
+        check_supported(model.config, where, self.quantization)
         sizes = {name: getattr(text, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
-        base: Any = model.base_model
+        base: Any = getattr(model.base_model, "language_model", model.base_model)
         limit = longest_path(text, where) if hasattr(base, "rotary_emb") else None
         positions = min(text.max_position_embeddings, limit or math.inf)
         super().__init__(
@@ -90,6 +86,7 @@ class TransformersModel(TreeModel):
         self.hf_config, self.longest_path = model.config, limit
         model.set_attn_implementation(NAME)
         self.base = base
+        self.visual, self.image_token_id = self._tower(model), getattr(model.config, "image_token_id", None)
         mixers = [mixer for layer in base.layers if (mixer := recurrent_mixer(layer)) is not None]
         self.kind: Kind | None = kind_of(mixers[0]) if mixers else None  # of all mixers of the model
         self.conv_width = conv_width(mixers[0]) if mixers else 0
@@ -128,11 +125,17 @@ class TransformersModel(TreeModel):
         del base.layers
         base.layers = [LayerCall(self.layers, i) for i in range(len(blocks))]
 
+    def _tower(self, model: PreTrainedModel) -> Any:
+        """Returns the tower, whose ``forward`` then maps images to features; None: the model has none."""
+        if (tower := getattr(model.base_model, "visual", None)) is not None:
+            tower.__class__ = tower_class(type(tower))
+        return tower
+
     def _survey(self, survey: Survey | None = None) -> list[LayerSizes]:
         survey = survey or Survey()
         with torch.no_grad():
             two = torch.zeros(2, dtype=torch.int64, device=self.embedding_weight.device)
-            self._run(two, two, survey)
+            self._run({"input_ids": two[None]}, two, survey)
         return survey.sizes
 
     def run_layers(
@@ -143,18 +146,26 @@ class TransformersModel(TreeModel):
         embedding: Tensor,
         features: Sequence[Tensor] = (),
     ) -> LayerOutput:
+        tokens, positions, added = {"input_ids": batch.tokens[None]}, layout.positions, list[Tensor]()
+        if features and batch.image_row is not None:
+            x = self.base.get_input_embeddings()(batch.tokens)
+            x, added = with_images(x, batch.image_row, features)
+            tokens = {"inputs_embeds": x[None]}
+        if positions.ndim == 2:  # layers read only the rotary embedding
+            layout = dataclasses.replace(layout, positions=positions[0])
         current = self._new_pass(layout, gateway)
-        hidden = self._run(batch.tokens, layout.positions, current).to(embedding.dtype)
+        current.added = added
+        hidden = self._run(tokens, positions, current).to(embedding.dtype)
         return LayerOutput(hidden * self.logit_scale if self.logit_scale != 1 else hidden, current.exports)
 
     def _new_pass(self, layout: TreeLayout, rows: Sequence[Tensor]) -> Any:
         """Returns what layers get as the argument ``KEYWORD``."""
         return LayerPass(layout, rows, self.first_rows)
 
-    def _run(self, tokens: Tensor, positions: Tensor, current: Any) -> Tensor:
-        """Returns the hidden states [N, d] after the last norm."""
+    def _run(self, tokens: Mapping[str, Tensor], positions: Tensor, current: Any) -> Tensor:
+        """Returns the hidden states [N, d] after the last norm, of ids [1, N] or embeddings [1, N, d]."""
         with nullcontext() if self.longest_path is None else constant(self.base.rotary_emb):
-            out = self.base(input_ids=tokens[None], **arguments(positions, current))
+            out = self.base(**tokens, **arguments(positions, current))
         return out.last_hidden_state[0]
 
     def empty_rows(self, x: Tensor) -> list[Tensor]:
@@ -167,7 +178,8 @@ class TransformersModel(TreeModel):
             if experts.ndim != 3 or ".experts." not in name:  # one matrix per expert
                 continue
             # Gemma 4 has a name of its own for it.
-            used = getattr(self.hf_config, "top_k_experts", None) or self.hf_config.num_experts_per_tok
+            text = self.hf_config.get_text_config()
+            used = getattr(text, "top_k_experts", None) or text.num_experts_per_tok
             flops += matrix_flops([experts]) // len(experts) * used
         if self.kind is not None:
             states = (rows.shape for layer in self.sizes for rows in layer.rows if rows.is_wide)

@@ -36,7 +36,7 @@ def assign_freely(sizes: np.ndarray, costs: TreeCosts, num_owners: int, max_toke
     """Assigns trees to owners that run freely, and packs the trees of each owner by first-fit decreasing.
 
     Args:
-        sizes: [trees, 4], see ``tree_sizes``.
+        sizes: [trees, 6], see ``tree_sizes``.
         costs: seconds of the model's trees.
         num_owners: number of owners.
         max_tokens: largest number of tokens of a micro-batch. A larger tree becomes a micro-batch of its own.

@@ -29,7 +29,7 @@ from titan_tree.models.tree_model import TreeModel
 from titan_tree.run.balance.assignment import idle_share
 from titan_tree.run.balance.data_group import DataAddress
 from titan_tree.run.balance.sharing import BalancedSharing
-from titan_tree.tree.costs import TreeCosts
+from titan_tree.tree.costs import SIZES, TreeCosts
 
 FIT_STEPS = 64  # steps that are measured; more than any rank makes ahead of training
 
@@ -113,7 +113,7 @@ class Balancing:
         if self.timer:
             self.timer.stop()
         if is_good:
-            work = self._gather(step_input, total)  # [ranks, rounds, 6]
+            work = self._gather(step_input, total)  # [ranks, rounds, 8]
             values["planned_idle_share"] = idle_share(self._costs_of(step).seconds(work[..., 1:]))
             if self.timer:
                 values["idle_share"] = idle_share(work[..., 0])
@@ -139,6 +139,8 @@ class Balancing:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises UserError unless ``state`` is one that ``state_dict`` has returned."""
         stored, fit_step = state.get("costs"), state.get("fit_step")
+        if isinstance(stored, list) and stored and isinstance(stored[0], list) and len(stored[0]) == 5:
+            return  # of an earlier version, without pixels: costs are fitted anew
         shape = (2 if isinstance(stored, list) and len(stored) == 2 else 1, len(self.estimated))
         costs = [TreeCosts(*row) for row in finite_array("costs", stored, shape).tolist()]
         if self.is_fixed or fit_step is None:
@@ -149,12 +151,13 @@ class Balancing:
         self.fit.load_state_dict(state.get("fit") or {})
 
     def _gather(self, step_input: StepInput, total: StepCounts) -> np.ndarray:
-        """Returns [ranks, rounds, 6]: seconds of work, four sizes and the number of passes of each round.
+        """Returns [ranks, rounds, 8]: seconds of work, the ``SIZES`` and the number of passes of each round.
 
         A round is a micro-batch. If ranks run freely, the whole step is one round.
         """
         is_free = total.is_partitioned and not self.expert_parallel
-        work = torch.zeros(1 if is_free else total.max_micro_batches, 6, dtype=torch.float64)
+        shape = 1 if is_free else total.max_micro_batches, len(SIZES) + 2
+        work = torch.zeros(shape, dtype=torch.float64)
         for i, sizes_of_batch in enumerate(step_input.micro_batch_sizes):
             work[0 if is_free else i, 1:] += torch.tensor(sizes_of_batch)
         # The count passes of all micro-batches may come before the train passes.
@@ -267,8 +270,9 @@ class CostFit:
         self._moments = np.zeros(len(start))  # sums of size_i seconds, in units of ``start``
 
     def add(self, sizes: np.ndarray, seconds: float) -> None:
-        """Adds a measurement: the sizes of a pass [4], the number of its forward passes, and its seconds."""
+        """Adds a measurement: the sizes of a pass [6], the number of its forward passes, and its seconds."""
         estimated = np.array(self.start) * sizes.astype(np.float64)  # seconds of each size
+        estimated[4:6] = 0.0  # the tower is not measured: its coefficients change as all together do
         self._products += estimated[:, None] * estimated
         self._moments += estimated * seconds
 

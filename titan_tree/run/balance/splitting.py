@@ -54,7 +54,7 @@ class StepAssignment:
     """
 
     cuts: list[list[int]]  # for each tree, see ``split_tree``; empty: it stays whole
-    sizes: np.ndarray  # [units, 4] int64, see ``tree_sizes``
+    sizes: np.ndarray  # [units, 6] int64, see ``tree_sizes``
     micro_batches: Assignment  # units of each owner's micro-batches
     seconds: float  # estimated time of the step
 
@@ -107,7 +107,7 @@ class StepBalancer:
         """Returns the assignment of a step without pieces, and the faster one that may contain pieces.
 
         Args:
-            sizes: [trees, 4] int64, the ``tree_sizes`` of all trees of the step.
+            sizes: [trees, 6] int64, the ``tree_sizes`` of all trees of the step.
             trees: the trees that this process has, by number.
             gather: returns the entries of all processes. All processes call it, or none does.
         """
@@ -118,7 +118,7 @@ class StepBalancer:
         return whole, self.split(whole, gather(leaves))
 
     def whole(self, sizes: np.ndarray) -> StepAssignment:
-        """Returns the assignment of a step whose trees, of ``sizes`` [trees, 4], all stay whole."""
+        """Returns the assignment of a step whose trees, of ``sizes`` [trees, 6], all stay whole."""
         return self._assign([[] for _ in sizes], sizes)
 
     def candidates(self, whole: StepAssignment) -> list[int]:
@@ -263,10 +263,10 @@ def _piece(tree: TokenTree, start: int, stop: int, paths: np.ndarray) -> TokenTr
 
 
 def unit_sizes(leaves: np.ndarray, cuts: Sequence[int]) -> np.ndarray:
-    """Returns [pieces, 4] int64: the ``SIZES`` of a tree's pieces.
+    """Returns [pieces, 6] int64: the ``SIZES`` of a tree's pieces.
 
     Args:
-        leaves: [leaves, 2, 4], see ``leaf_sizes``.
+        leaves: [leaves, 2, 6], see ``leaf_sizes``.
         cuts: see ``split_tree``.
     """
     starts = np.array([0, *cuts])

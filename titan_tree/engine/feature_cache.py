@@ -1,0 +1,54 @@
+"""Keeps features of images in a frozen tower on the host from step to step. They depend on pixels alone."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from titan_tree.distributed.gradient_sync import stored_weights
+from titan_tree.models.tree_model import TreeModel
+
+MAX_BYTES = 2 << 30  # of each rank
+
+
+class FeatureCache:
+    """The features of the images that were used last, at most ``MAX_BYTES``. New weights empty it."""
+
+    def __init__(self) -> None:
+        self._rows: OrderedDict[str, list[Tensor]] = OrderedDict()  # by ``Image.key``; the oldest use first
+        self._made_by: list[Any] = []
+
+    def encode(self, model: TreeModel, keys: Sequence[str], pixels: Sequence[Tensor]) -> list[Tensor]:
+        """Returns what ``model.encode`` does, bit for bit. Encodes only images whose features are missing."""
+        tower: Any = model.visual
+        weights = list(stored_weights(tower))
+        made_by = [model.execution.dtype, *map(id, weights), *(weight._version for weight in weights)]
+        if made_by != self._made_by:
+            self._rows.clear()
+        self._made_by, self._weights = made_by, weights  # keeps the weights, so that ids stay theirs
+        new = [(key, image) for key, image in zip(keys, pixels, strict=True) if key not in self._rows]
+        if new or isinstance(tower, FSDPModule):  # ranks that share the weights make equal passes
+            outputs = model.encode([image for _, image in new])
+            sizes = [image.shape[0] * image.shape[1] // tower.patch**2 for _, image in new]
+            for (key, _), *rows in zip(new, *(output.split(sizes) for output in outputs), strict=True):
+                self._rows[key] = list(map(_on_host, rows))
+        if not keys:
+            return outputs
+        for key in keys:
+            self._rows.move_to_end(key)
+        found = zip(*(self._rows[key] for key in keys), strict=True)
+        device = model.embedding_weight.device
+        features = [torch.cat([x.to(device, non_blocking=True) for x in rows]) for rows in found]
+        size = sum(x.nbytes for rows in self._rows.values() for x in rows)
+        while size > MAX_BYTES:
+            size -= sum(x.nbytes for x in self._rows.popitem(last=False)[1])
+        return features
+
+
+def _on_host(x: Tensor) -> Tensor:
+    return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x, non_blocking=True)
