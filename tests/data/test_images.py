@@ -169,13 +169,24 @@ def test_padding_and_prompts_move_images(tmp_path):
     assert path.images == ()
 
 
+def test_rows_are_recognized_by_a_long_prompt(tmp_path):
+    """Recognition sees the first 256 KiB of a file, where a prompt of many images hides the response."""
+    picture(256, 256).save(tmp_path / "a.png")
+    images = [{"start": start, "image": "a.png"} for start in range(0, 40_960, 64)]
+    (path,) = read(tmp_path, {"prompt_ids": [151_655] * 40_960, "completion_ids": [7], "images": images})
+    assert len(path.images) == 640
+    assert path.loss_mask.sum() == path.loss_mask[-1] == 1
+    with pytest.raises(UserError, match="prompt_ids: expected ids of a prompt and a response, or of both"):
+        read(tmp_path, {"prompt_ids": [1, 2]})
+
+
 def changed(**entry):
     made = row("a.png")
     made["images"][0] |= entry
     return made
 
 
-ABOUT_HASH = r"images\[0\].hash: expected [0-9a-f]{64}, that of the resized pixels, got 'ab'; the file has"
+ABOUT_HASH = r"images\[0\].hash: expected [0-9a-f]{64}, that of the resized pixels, got 'ab'; the file has c"
 MISTAKES = {
     "no list": (row("a.png", images={"start": 1}), r"images: expected a list of objects, got {'start': 1}"),
     "no start": (changed(start=None), r"images\[0\]: expected {\"start\": integer"),
@@ -203,13 +214,13 @@ MISTAKES = {
     "trained": (row("a.png", loss_mask=[1] * 66), r"images\[0\]: expected loss mask 0 at its tokens, got 1"),
     "messages": (
         {"messages": [{"role": "user", "content": "a"}], "images": [{"start": 0, "image": "a.png"}]},
-        r"images: expected text; only rows of token ids can have images \(docs/images.md\)",
+        r"images: expected a part {\"type\": \"image\"} of a message for each of 1, got 0; add it where the",
     ),
     "messages in a task": (
         {"trajectories": [{"messages": [{"role": "user", "content": "a"}], "images": [{"start": 0}]}]},
-        r"trajectories\[0\]: images: expected text; only rows of token ids can have images",
+        r"trajectories\[0\]: images: not read; give images as parts of messages",
     ),
-    "a text": ({"text": "a", "images": [{"start": 0}]}, r"images: expected text; only rows of token ids"),
+    "a text": ({"text": "a", "images": [{"start": 0}]}, r"images: not read; give images as parts"),
     "pixels": (
         {"prompt_ids": [1], "completion_ids": [2], "pixel_values": [[0.5]]},
         r"pixel_values: not read; name the files of images in the field images \(docs/images.md\)",
@@ -223,7 +234,7 @@ MISTAKES = {
             "request": {"prompt": [1], "features": {"mm_hashes": {}}},
             "response": {"choices": [{"token_ids": [2]}]},
         },
-        r"request.features: expected text; only rows of token ids",
+        r"request.features: not read; give images as parts",
     ),
 }
 

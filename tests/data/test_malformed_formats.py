@@ -31,13 +31,13 @@ REFUSED = [
     ("openai_chat", chat(3), r"messages\[0\]: expected an object with role and content, got 3"),
     (
         "openai_chat",
-        chat({**ASK, "content": [IMAGE]}),
-        r"messages\[0\].content\[0\]: .*image_url.* only rows of token ids can have images",
+        chat({**ASK, "content": [{"type": "image_url", "image_url": {"file_id": "x"}}]}),
+        r"messages\[0\].content\[0\]: expected an image as a file beside the data or as a data: URL, got",
     ),
     (
         "openai_chat",
         chat(ASK, {**ANSWER, "audio": {"id": "1"}}),
-        r"messages\[1\].audio: expected text; only rows",
+        r"messages\[1\].audio: not read; give images as parts of messages or",
     ),
     (
         "openai_chat",
@@ -87,7 +87,7 @@ REFUSED = [
     (
         "openai_chat",
         chat(ASK, ANSWER, images=["x"]),
-        "images: expected text; only rows of token ids can have images",
+        r'images: expected a part {"type": "image"} of a message for each of 1, got 0',
     ),
     ("openai_chat", {"messages": "[1"}, r"messages \(JSON text\): broken JSON at character 3"),
     (
@@ -164,13 +164,13 @@ REFUSED = [
     ("openai_responses", {"input": [ASK], "tools": [{"type": "mcp"}]}, r"tools\[0\]: a tool of type 'mcp'"),
     (
         "openai_responses",
-        {"input": [{"role": "user", "content": [IMAGE]}]},
-        r"input\[0\].content\[0\]: .*expected t",
+        {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
+        r"input\[0\].content\[0\]: got a part of type 'input_file'; expected text, or an image that a user, ",
     ),
     (
         "anthropic",
         chat(blocks({"type": "image"}), system="s"),
-        r"messages\[0\].content\[0\]: .*of type 'image'",
+        r"messages\[0\].content\[0\]: got a part of type 'image'; expected text, or an image that a user,",
     ),
     (
         "anthropic",

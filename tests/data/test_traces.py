@@ -185,8 +185,8 @@ SECOND = ("response", "output", 2)
         (changed(TRACE, "nodes", 2, "parent", to=2), "nodes[2].parent: expected an earlier node, got 2"),
         (
             changed(TRACE, "nodes", 1, "message", to={"content": [{"type": "image_url"}]}),
-            "nodes[1].message: expected text; only rows of token ids can have images (docs/images.md): "
-            "give those, or remove the row",
+            "nodes[1].message.content[0]: expected an image as a file beside the data or as a data: URL, got "
+            "{'type': 'image_url'}; an id of a file does not hold it",
         ),
         (
             changed(TRACE, "nodes", 2, "loss_weights", to={"ce": [1.0, 1.0, 1.0]}),
@@ -235,8 +235,8 @@ SECOND = ("response", "output", 2)
         ),
         (
             changed(LIGHTNING, "triplets", 0, "prompt", "image_urls", to=["https://a"]),
-            "triplets[0].prompt.image_urls: expected text; only rows of token ids can have images "
-            "(docs/images.md): give those, or remove the row",
+            "triplets[0].prompt.image_urls: not read; give images as parts of messages or beside token ids "
+            "(docs/images.md), or remove the row",
         ),
         (
             changed(GYM, "response", "output", to=[call([], [], [])]),  # as if without token ids

@@ -7,10 +7,13 @@ import io
 import math
 import os
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from titan_tree.components.tree_tokenizer.messages import IMAGE_TOKEN
 from titan_tree.config.files import regular
 from titan_tree.data.readers import Record
 from titan_tree.errors import UserError, shorten
@@ -22,54 +25,85 @@ MIN_PIXELS, MAX_PIXELS = 65_536, 16_777_216  # after resizing, as in the snapsho
 MAX_RATIO = 200  # of the longer to the shorter side
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")  # others may run programs, such as EPS
 FIELDS = ("start", "image", "hash")  # of an entry of a record's images
+PART_FIELDS = ("type", "image", "hash")  # of a part of a message
 
 Loaded = dict[str, Image]  # by absolute path or data: URL, and by key
 
 
-def record_images(entries: object, folder: str, loaded: Loaded) -> list[tuple[int, Image]]:
+def record_images(
+    entries: object, folder: str, loaded: Loaded, placeholders: Sequence[int] = ()
+) -> list[tuple[int, Image]]:
     """Returns the field ``images`` of a record of token ids as TokenPath takes it.
 
     Args:
-        entries: a list of ``{"start": index of the first token, "image": source, "hash"?: Image.key}``.
+        entries: a list of ``{"start"?: index of the first token, "image": source, "hash"?: Image.key}``.
         folder: the folder of the data file.
         loaded: images that other records have read; it grows. Equal pixels are one array.
+        placeholders: where tokens of images may be, in order. An image without a start begins at the first
+            one behind the image before it.
 
     Raises:
         UserError: a malformed entry, an unreadable image, or another hash.
     """
     if not isinstance(entries, list):
         raise UserError(f"images: expected a list of objects, got {shorten(entries)}")
-    images = []
+    images: list[tuple[int, Image]] = []
+    stop = 0
     for index, entry in enumerate(entries):
         where = f"images[{index}]"
-        if not isinstance(entry, dict) or type(entry.get("start")) is not int:
-            raise UserError(f'{where}: expected {{"start": integer, "image": path}}, got {shorten(entry)}')
-        if unknown := [name for name in entry if name not in FIELDS and entry[name] is not None]:
-            raise UserError(f"{where}.{unknown[0][:60]}: unknown field; expected {', '.join(FIELDS)}")
-        try:
-            image = load_image(entry.get("image"), folder, loaded)
-        except UserError as error:
-            raise UserError(f"{where}.image: {error}") from None
-        if entry.get("hash") not in (None, image.key):
+        start = entry.get("start") if isinstance(entry, dict) else None
+        if start is None:
+            start = next(iter(placeholders[bisect_left(placeholders, stop) :][:1]), None)
+        if not isinstance(entry, dict) or type(start) is not int:
             raise UserError(
-                f"{where}.hash: expected {image.key}, that of the resized pixels, got "
-                f"{shorten(entry['hash'])}; the file has changed, or was resized otherwise"
+                f'{where}: expected {{"start": integer, "image": path}}, or {IMAGE_TOKEN} of data.tokenizer '
+                f"in tokens[{stop}:], got {shorten(entry)}"
             )
-        images.append((entry["start"], image))
+        images.append((start, _image(entry, FIELDS, where, folder, loaded)))
+        stop = start + len(images[-1][1])
     return images
 
 
-def named_images(path: TokenPath, entries: Sequence[Record], folder: str) -> list[Record]:
-    """Returns the field ``images`` of a record in any folder, with hashes.
+def with_loaded_images(messages: Any, folder: str, loaded: Loaded) -> Any:
+    """Returns the messages of a record with images in place of their sources; other mistakes stay in them.
 
     Args:
-        path: what was read of the record.
-        entries, folder: see ``record_images``.
+        messages: their contents may have parts ``{"type": "image", "image": source, "hash"?: Image.key}``.
+        folder, loaded: see ``record_images``.
+
+    Raises:
+        UserError: an unreadable image, another hash, or an unknown field of such a part.
     """
-    return [
-        {"start": start, "image": _absolute(entry["image"], folder), "hash": image.key}
-        for (start, image), entry in zip(path.images, entries, strict=True)
-    ]
+
+    def part(part: Any, where: str) -> Any:
+        if not isinstance(part, dict) or part.get("type") != "image":
+            return part
+        return {"type": "image", "image": _image(part, PART_FIELDS, where, folder, loaded)}
+
+    def message(message: Any, where: str) -> Any:
+        if not isinstance(message, dict) or not isinstance(parts := message.get("content"), list):
+            return message
+        return message | {"content": [part(item, f"{where}.content[{i}]") for i, item in enumerate(parts)]}
+
+    if not isinstance(messages, list):
+        return messages
+    return [message(item, f"messages[{index}]") for index, item in enumerate(messages)]
+
+
+def _image(entry: Record, fields: tuple[str, ...], where: str, folder: str, loaded: Loaded) -> Image:
+    """Returns the image of an entry, which may have these fields."""
+    if unknown := [name for name in entry if name not in fields and entry[name] is not None]:
+        raise UserError(f"{where}.{unknown[0][:60]}: unknown field; expected {', '.join(fields)}")
+    try:
+        image = load_image(entry.get("image"), folder, loaded)
+    except UserError as error:
+        raise UserError(f"{where}.image: {error}") from None
+    if entry.get("hash") not in (None, image.key):
+        raise UserError(
+            f"{where}.hash: expected {image.key}, that of the resized pixels, got {shorten(entry['hash'])}; "
+            "the file has changed or was resized otherwise; remove hashes of engines, which are not checked"
+        )
+    return image
 
 
 def check_placeholders(path: TokenPath) -> None:
@@ -93,27 +127,32 @@ def load_image(source: object, folder: str, loaded: Loaded | None = None) -> Ima
     vLLM. Of an animation, the first picture is read.
 
     Args:
-        source: the path of a file, relative to ``folder``; or a ``data:image/...;base64,`` URL.
+        source: the path of a file, relative to ``folder``; a ``data:image/...;base64,`` URL; an object
+            ``{"bytes", "path"}`` of the library datasets, which has the content of a file, its path, or both;
+            or an Image.
         loaded: see ``record_images``.
 
     Raises:
         UserError: Pillow is missing; another URL; a missing, damaged, too large or too long image.
     """
+    if isinstance(source, Image):
+        return source
+    if isinstance(source, dict):
+        content, source = source.get("bytes"), source.get("path")
+        if isinstance(content, bytes):
+            source = f"data:image/*;base64,{base64.b64encode(content).decode()}"
     if not isinstance(source, str) or not source:
         raise UserError(f"expected the path of an image or a data: URL, got {shorten(source)}")
     is_url = source.startswith("data:")
     if not is_url and (scheme := re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", source)):
         raise UserError(f"expected a path or a data: URL, got {scheme[0]}...; download the image first")
     loaded = {} if loaded is None else loaded
-    name = _absolute(source, folder)
+    name = source if is_url else os.path.abspath(os.path.join(folder, source))
     if name not in loaded:
-        image = Image(_resized(io.BytesIO(_decoded(source)) if is_url else _read(name), _short(name)), PATCH)
+        file = io.BytesIO(_decoded(source)) if is_url else _read(name)
+        image = Image(_resized(file, _short(name)), PATCH, name)
         loaded[name] = loaded.setdefault(image.key, image)
     return loaded[name]
-
-
-def _absolute(source: str, folder: str) -> str:
-    return source if source.startswith("data:") else os.path.abspath(os.path.join(folder, source))
 
 
 def _short(name: str) -> str:

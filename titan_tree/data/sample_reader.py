@@ -15,15 +15,16 @@ import numpy as np
 
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.components.tree_tokenizer.endings import ending
+from titan_tree.components.tree_tokenizer.messages import IMAGE_TOKEN
 from titan_tree.components.tree_tokenizer.templates import SETTINGS
 from titan_tree.components.tree_tokenizer.tool_calls import doubtful
 from titan_tree.data.advantages import advantages, check_options, rollout_rewards
 from titan_tree.data.data_files import DataFiles, Group, Trajectory, group_records, group_trajectories
-from titan_tree.data.images import Loaded, check_placeholders, record_images
+from titan_tree.data.images import Loaded, check_placeholders, record_images, with_loaded_images
 from titan_tree.data.packing import longest_path
 from titan_tree.data.readers import DEMO, Record, read_records
 from titan_tree.data.readers.chat import marked
-from titan_tree.data.readers.row_reader import TEXT_ONLY, file_of, warn_once
+from titan_tree.data.readers.row_reader import NO_MEDIA, file_of, warn_once
 from titan_tree.data.schema import (
     KNOWN,
     PATH_FIELDS,
@@ -257,7 +258,7 @@ class SampleReader:
     def _check_fields(self, record: Record, fields: UnknownFields) -> None:
         """Raises UserError for unknown fields of a trajectory and of its messages."""
         if is_text(record) or record.get("messages") is not None:
-            refuse_fields(record, ("images",), TEXT_ONLY)
+            refuse_fields(record, ("images",), NO_MEDIA)
         if is_text(record):
             check_record(record, "a text", fields)
         elif record.get("messages") is None:
@@ -318,10 +319,10 @@ class SampleReader:
         elif len(kinds) != 1:
             raise _wrong_kind(record, kinds)
         elif kinds == ["messages"]:
-            paths = self._conversation_paths(trajectory)
+            paths = self._conversation_paths(trajectory, loaded)
         else:
             self._check_fields(record, self.fields)
-            paths = [_token_path(name, kinds[0], record, os.path.dirname(file_of(place)), loaded)]
+            paths = [_token_path(trajectory, kinds[0], loaded, self.tokenizer)]
             self.endings[ending(record.get("finish_reason"), "finish_reason")] += 1
             self._warn_about_logprobs(place, paths[0])
         for path in paths:
@@ -343,7 +344,7 @@ class SampleReader:
         mask = [0] * len(context) + [1] * len(trained)
         return TokenPath(context + trained, mask, id=name, **present_fields(record, PATH_FIELDS))
 
-    def _conversation_paths(self, trajectory: Trajectory) -> list[TokenPath]:
+    def _conversation_paths(self, trajectory: Trajectory, loaded: Loaded) -> list[TokenPath]:
         place, name, record = trajectory
         if self.tokenizer is None:
             raise UserError("messages: conversations need a tokenizer, and none is set; set data.tokenizer")
@@ -352,7 +353,8 @@ class SampleReader:
         for field, value in fields.items():
             if isinstance(value, list):
                 raise wrong(field, "one number for a conversation", "a list")
-        messages = _marked_messages(record)
+        folder = os.path.dirname(file_of(place))
+        messages = with_loaded_images(_marked_messages(record), folder, loaded)
         options = self.config.sample | self._variables(place, record) | present_fields(record, ("turns",))
         paths = self.tokenizer.samples(messages, record.get("tools"), **options)
         turns = _trained_turns(messages, paths, options.get("turns", "each"))
@@ -474,13 +476,19 @@ def _trained_turns(
     return [item for item, weight in zip(numbered, weights, strict=True) if weight]
 
 
-def _token_path(name: str, kind: str, record: Record, folder: str, loaded: Loaded) -> TokenPath:
+def _token_path(
+    trajectory: Trajectory, kind: str, loaded: Loaded, tokenizer: TreeTokenizer | None
+) -> TokenPath:
     """Returns the path of a trajectory whose field ``kind`` holds token ids; no loss on filtered ones."""
+    place, name, record = trajectory
     fields = present_fields(record, (*TOKEN_FIELDS, *PATH_FIELDS))
     if isinstance(encoded := fields.get("routed_experts"), str):
         fields["routed_experts"] = decoded_array("routed_experts", encoded)
     if "images" in fields:
-        fields["images"] = record_images(fields["images"], folder, loaded)
+        image_id = tokenizer.special_tokens.get(IMAGE_TOKEN) if tokenizer else None
+        places = [index for index, token in enumerate(record[kind]) if token == image_id]
+        folder = os.path.dirname(file_of(place))
+        fields["images"] = record_images(fields["images"], folder, loaded, places)
     path = TokenPath(record[kind], id=name, **fields)
     if path.images:
         check_placeholders(path)

@@ -231,7 +231,7 @@ def check_messages(messages: object, template_fields: Set[str], fields: UnknownF
         template_fields: fields that the chat template reads.
         fields: see ``check_record``.
     """
-    known = MESSAGE_FIELDS | template_fields
+    known = MESSAGE_FIELDS | template_fields - {"text"}  # which content parts have
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict):
             fields.check(message, known, "a message", "messages[*].")

@@ -5,14 +5,11 @@ from __future__ import annotations
 import base64
 import io
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
 from titan_tree.data.data_files import Group, Trajectory
-from titan_tree.data.images import named_images
-from titan_tree.data.readers.row_reader import file_of
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.data.schema import record_name
 from titan_tree.data.token_store import STORED
@@ -55,11 +52,11 @@ def placed_paths(reader: SampleReader, group: Group) -> list[PlacedPath]:
 
 
 def _fields(trajectory: Trajectory, path: TokenPath, default_rollout: str | None) -> dict[str, object]:
-    folder = os.path.dirname(file_of(trajectory.place))
+    images = [{"start": start, "image": image.source, "hash": image.key} for start, image in path.images]
     return {
         "rollout_id": record_name(trajectory.record, "rollout_id") or default_rollout,
         "reward": trajectory.record.get("reward"),
-        "images": named_images(path, trajectory.record["images"], folder) if path.images else None,
+        "images": images or None,
     }
 
 

@@ -114,10 +114,7 @@ CONTENT = "[0].content: expected a string or a list of text parts, got "
 ASSISTANT_ONLY = ": expected only on assistant messages, got it on role 'user'"
 CALL = "[1].tool_calls[0]"
 MEDIA = ("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url")
-TEXT_ONLY = (
-    "[0].content[0]: expected text, got a part of type '{}'; only rows of token ids can have images: "
-    "give those, remove the sample, or replace the part with text"
-)
+PARTS = '[0].content[0]: expected {"type": "text", "text": str} or {"type": "image", "image": path}, got '
 LIST_PART = {"role": "user", "content": [{"type": ["image"]}]}
 SURROGATE = "expected Unicode text, got a lone surrogate in 'a\\ud83d!'"
 THINKING_USER = {"role": "user", "content": "", "reasoning": "r"}
@@ -134,8 +131,15 @@ CALLING_USER = {"role": "user", "content": "", "tool_calls": [{}]}
         ([{"role": "bot", "content": "hi"}], f"{ROLE}'bot'"),
         ([{"role": "user"}], f"{CONTENT}None"),
         ([{"role": "tool", "content": {"a": 1}}], f"{CONTENT}{{'a': 1}}"),
-        *(([{"role": "user", "content": [{"type": kind}]}], TEXT_ONLY.format(kind)) for kind in MEDIA),
-        ([LIST_PART], '[0].content[0]: expected {"type": "text", "text": str}, got ' + "{'type': ['image']}"),
+        *(
+            ([{"role": "user", "content": [{"type": kind}]}], f"{PARTS}{{'type': '{kind}'}}")
+            for kind in MEDIA
+        ),
+        ([LIST_PART], f"{PARTS}{{'type': ['image']}}"),
+        (
+            [{"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}],
+            "[0].content[0]: expected no image of an assistant; remove the sample",
+        ),
         ([{"role": "user", "content": "a\ud83d!"}], f"[0].content: {SURROGATE}"),
         ([{"role": "user", "content": [{"type": "text", "text": "a\ud83d!"}]}], f"[0].content: {SURROGATE}"),
         ([{"role": "assistant", "reasoning": "a\ud83d!"}], f"[0].reasoning: {SURROGATE}"),

@@ -2,14 +2,17 @@
 
 ``normalize_messages`` returns the form that Hugging Face's chat templates read:
 
-    {"role": "system" | "user" | "assistant" | "tool", "content": str, "reasoning_content"?: str,
+    {"role": "system" | "user" | "assistant" | "tool", "content": str | [parts], "reasoning_content"?: str,
      "tool_calls"?: [{"type": "function", "function": {"name": str, "arguments": object | str}}], ...}
+
+Content is a list of parts only if it has images: {"type": "text", "text"} and {"type": "image", "image"}.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from titan_tree.components.tree_tokenizer.endings import ending
@@ -18,7 +21,7 @@ from titan_tree.errors import UserError, require_unicode, shorten
 
 Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
-MEDIA = ("image", "audio", "video")  # in the types of content parts
+IMAGE_TOKEN = "<|image_pad|>"  # by which the chat templates of Qwen show an image
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # at most one text among them
 ANSWER_FIELDS = ("finish_reason", "prefill")  # only on assistant messages
 LEGACY_FIELDS = {  # of OpenAI's messages; templates do not read them, so they would be dropped silently
@@ -34,8 +37,9 @@ NORMALIZED_FIELDS = frozenset(
 def normalize_messages(messages: object, where: str, separator: str = "\n") -> list[Message]:
     """Checks a conversation and returns it in the form above. The input stays unchanged.
 
-    - ``content`` is a string, or a list of ``{"type": "text", "text": str}`` that is joined. For assistants
-      and tools, null or a missing field becomes "".
+    - ``content`` is a string, or a list of ``{"type": "text", "text": str}`` and
+      ``{"type": "image", "image": anything}``. Adjacent texts are joined. Only assistants have no images. For
+      assistants and tools, null or a missing field becomes "".
     - ``reasoning_content`` may also be called ``reasoning`` or ``thinking``. Null and "" beside another one
       count as missing. Two different texts are an error.
     - ``finish_reason`` is one of the marks in endings.py. ``prefill`` is the beginning of ``content`` that
@@ -104,13 +108,14 @@ def _normalize_message(message: object, where: str, separator: str) -> Message:
     if calls := _tool_calls(message, role, f"{where}.tool_calls", is_cut):
         result["tool_calls"] = calls
     prefill = "" if message.get("prefill") is None else message["prefill"]
-    if not (isinstance(prefill, str) and result["content"].startswith(prefill)) or (prefill and reasoning):
+    begins = isinstance(prefill, str) and (not prefill or result["content"].startswith(prefill))
+    if not begins or (prefill and reasoning):
         expected = "the beginning of content, and no reasoning"
         raise UserError(f"{where}.prefill: expected {expected}, got {shorten(prefill)}")
     return result
 
 
-def _content(content: object, role: str, where: str, separator: str) -> str:
+def _content(content: object, role: str, where: str, separator: str) -> str | list[Message]:
     if isinstance(content, str):
         return require_unicode(content, where)
     if content is None and role in ("assistant", "tool"):
@@ -119,16 +124,38 @@ def _content(content: object, role: str, where: str, separator: str) -> str:
         raise UserError(f"{where}: expected a string or a list of text parts, got {shorten(content)}")
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and any(medium in kind for medium in MEDIA):
-            raise UserError(
-                f"{where}[{index}]: expected text, got a part of type {shorten(kind)}; only rows of "
-                "token ids can have images: give those, remove the sample, or replace the part with text"
-            )
-        if not (isinstance(part, dict) and kind == "text" and isinstance(part.get("text"), str)):
-            raise UserError(
-                f'{where}[{index}]: expected {{"type": "text", "text": str}}, got {shorten(part)}'
-            )
-    return require_unicode(separator.join(part["text"] for part in content), where)
+        if kind == "image" and role == "assistant":
+            raise UserError(f"{where}[{index}]: expected no image of an assistant; remove the sample")
+        is_image = kind == "image" and part.get("image") is not None
+        if not is_image and not (kind == "text" and isinstance(part.get("text"), str)):
+            expected = '{"type": "text", "text": str} or {"type": "image", "image": path}'
+            raise UserError(f"{where}[{index}]: expected {expected}, got {shorten(part)}")
+    parts: list[Message] = []
+    for kind, run in groupby(content, key=lambda part: part["type"]):
+        if kind == "image":
+            parts += ({"type": "image", "image": part["image"]} for part in run)
+        else:
+            text = require_unicode(separator.join(part["text"] for part in run), where)
+            parts.append({"type": "text", "text": text})
+    return parts if images_of(parts) else "".join(texts_of(parts))
+
+
+def texts_of(content: str | list[Message]) -> list[str]:
+    """Returns the texts of normalized content, in order."""
+    return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
+
+
+def images_of(content: str | list[Message]) -> list[Message]:
+    """Returns the parts of normalized content that are images, in order."""
+    return [] if isinstance(content, str) else [part for part in content if part["type"] == "image"]
+
+
+def without_images(message: Message) -> Message:
+    """Returns a normalized message as templates read it: of an image, it says only where it is."""
+    if isinstance(message["content"], str):
+        return message
+    parts = [{"type": "image"} if part["type"] == "image" else part for part in message["content"]]
+    return {**message, "content": parts}
 
 
 def _reasoning(message: Message, role: str, where: str) -> str | None:

@@ -12,12 +12,12 @@ import json
 import re
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import count
+from itertools import count as numbers
 
-from titan_tree.components.tree_tokenizer.messages import Message
+from titan_tree.components.tree_tokenizer.messages import IMAGE_TOKEN, Message, images_of, texts_of
 from titan_tree.components.tree_tokenizer.templates import CallForm, ChatTemplate, End
 from titan_tree.components.tree_tokenizer.tool_calls import parse_object
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, count
 
 Tools = Sequence[Mapping[str, object]]
 Variables = Mapping[str, object]
@@ -33,7 +33,7 @@ class Probe:
     """
 
     def __init__(self, messages: Sequence[Message], tools: Tools | None, long: Collection[int] = ()) -> None:
-        self._mark = map("zq{}qz".format, count()).__next__
+        self._mark = map("zq{}qz".format, numbers()).__next__
         self.tools, self.tool_marks = self._tools(tools or (), -1 in long)
         planted = [self.message(message, index in long) for index, message in enumerate(messages)]
         self.messages, self.marks = [m for m, _ in planted], [marks for _, marks in planted]
@@ -45,7 +45,13 @@ class Probe:
         planted = {field: value for field, value in message.items() if field != "prefill"}
         if message.get("reasoning_content"):
             planted["reasoning_content"] = self._mark()
-        if message["content"].strip():
+        content = message["content"]
+        if isinstance(content, list):
+            planted["content"] = [
+                {**part, "text": self._text("content", size, marks)} if part.get("text", "").strip() else part
+                for part in content
+            ]
+        elif content.strip():
             planted["content"] = self._text("content", size, marks)
         if calls := message.get("tool_calls"):
             planted["tool_calls"] = [
@@ -105,8 +111,8 @@ def _marks(text: str) -> set[str]:
 def _size(message: Message) -> int:
     """Returns how many characters the long texts in place of a message's texts have: more than these."""
     calls = message.get("tool_calls", ())
-    texts = message["content"], *[str(call["function"]["arguments"]) for call in calls]
-    return LONG << (max(map(len, texts)) // LONG).bit_length()
+    texts = *texts_of(message["content"]), *[str(call["function"]["arguments"]) for call in calls]
+    return LONG << (max(map(len, texts), default=0) // LONG).bit_length()
 
 
 def check_context(
@@ -116,7 +122,7 @@ def check_context(
     turns: Sequence[int],
     variables: Variables,
 ) -> None:
-    """Raises UserError unless the prompts of these turns show all messages, calls, results and tools.
+    """Raises UserError unless the prompts of these turns show all messages, images, calls, results and tools.
 
     Thoughts of earlier turns may be missing: templates drop them on purpose, so the model did not see them.
     """
@@ -138,7 +144,15 @@ def check_context(
             if not long:
                 return
             break  # it refuses long texts, so it cuts none
-        for turn, rendered in zip(prompts, map(_marks, texts), strict=True):
+        for turn, text in zip(prompts, texts, strict=True):
+            images = sum(len(images_of(message["content"])) for message in messages[:turn])
+            if (num_shown := text.count(IMAGE_TOKEN)) != images:
+                raise UserError(
+                    f"messages[{turn}]: the chat template {template.name} shows {num_shown} of the "
+                    f"{count(images, 'image')} in the prompt, so it would be trained without what the model "
+                    "read; choose a data.template that shows images of all roles, or remove the sample"
+                )
+            rendered = _marks(text)
             for where, marks in [("", probe.tool_marks), *zip(names, probe.marks, strict=True)][: turn + 1]:
                 if field := _missing(marks, rendered):
                     lost = f"leaves this out of the prompt, so messages[{turn}]"
@@ -161,7 +175,8 @@ def _kinds(messages: Sequence[Message]) -> Iterator[tuple[Hashable, ...]]:
         content, calls = message["content"], message.get("tool_calls")
         form = (
             message["role"],
-            not content or content.isspace(),
+            not any(map(str.strip, texts_of(content))),
+            bool(images_of(content)),
             bool(message.get("reasoning_content")),
             tuple([type(call["function"]["arguments"]) for call in calls[:2]]) if calls else (),
             _size(message),
@@ -195,12 +210,27 @@ def find_call_form(
     template.call_form = None
 
 
+def check_images(template: ChatTemplate, variables: Variables) -> None:
+    """Raises UserError unless the template shows the image of a user's message once, beside its text."""
+    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "zq0qz"}]}
+    reason = ""
+    try:
+        text = template.render([message], None, True, variables)
+    except UserError as error:
+        text, reason = "", f" ({error})"
+    if text.count(IMAGE_TOKEN) != 1 or not _marks(text):
+        raise UserError(
+            f"messages: the chat template {template.name} does not show images{reason}; choose a "
+            "data.template of a model with vision, or chatml"
+        )
+
+
 def find_separator(template: ChatTemplate, variables: Variables) -> str:
     """Returns what the template puts between two text parts, or a line feed if it reads only text."""
     texts = "zq0qz", "zq1qz"
     parts = [{"type": "text", "text": text} for text in texts]
     try:
-        text = template.render([{"role": "user", "content": parts}], None, True, variables)
+        text = template.plain(template.render([{"role": "user", "content": parts}], None, True, variables))
     except UserError:
         return "\n"
     between = text.partition(texts[0])[2].partition(texts[1])

@@ -20,16 +20,17 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from titan_tree.components.tree_tokenizer.encoders import CONTEXT_CHARACTERS, Spans, TextEncoder
 from titan_tree.components.tree_tokenizer.endings import ending
-from titan_tree.components.tree_tokenizer.messages import Message
-from titan_tree.components.tree_tokenizer.probes import check_context, find_end
+from titan_tree.components.tree_tokenizer.messages import IMAGE_TOKEN, Message
+from titan_tree.components.tree_tokenizer.probes import check_context, check_images, find_end
 from titan_tree.components.tree_tokenizer.templates import ChatTemplate, End
-from titan_tree.errors import UserError, shorten
+from titan_tree.errors import UserError, count, shorten
+from titan_tree.tree.images import Image
 from titan_tree.tree.paths import TokenPath
 
 Turns = Literal["each", "last", "whole"]
@@ -54,6 +55,7 @@ class ConversationSamples:
     tools: Sequence[dict[str, object]] | None
     variables: dict[str, object]  # template variables
     stops: frozenset[str] = frozenset()  # tokens at which an engine stops
+    images: Sequence[Sequence[Any]] = ()  # of each message
 
     def __post_init__(self) -> None:
         self._prompts = PrefixEncoder(self.encoder, self.template)
@@ -68,10 +70,13 @@ class ConversationSamples:
         if turns == "last":
             indices = indices[-1:]
         self._refuse_neighbours(indices)
+        if any(self.images):
+            check_images(self.template, self.variables)
         check_context(self.template, self.messages, self.tools, indices, self.variables)
         if turns == "whole":
-            return [self.encode(self.render_whole(indices))]
-        return [self.encode(turn) for turn in self.render_turns(indices)]
+            return [self.encode(self.render_whole(indices), len(self.messages))]
+        turns_and_ends = zip(self.render_turns(indices), indices, strict=True)
+        return [self.encode(turn, index + 1) for turn, index in turns_and_ends]
 
     def assistant_turns(self) -> list[int]:
         return [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
@@ -243,10 +248,11 @@ class ConversationSamples:
             completions += turn.completions
         return RenderedSample(whole, completions)
 
-    def encode(self, sample: RenderedSample) -> TokenPath:
+    def encode(self, sample: RenderedSample, stop: int) -> TokenPath:
         """Encodes each prompt and each completion separately, so both begin at a token boundary.
 
-        The loss mask is 1 on completions and 0 elsewhere.
+        The loss mask is 1 on completions and 0 elsewhere. The images are those of the messages before the
+        index ``stop``.
         """
         (before, _), *others = _parts(sample)
         tokens = [self._prompts.encode(before)]
@@ -257,7 +263,28 @@ class ConversationSamples:
             tokens += pieces
             mask.append(np.full(sum(map(len, pieces)), has_loss, np.float32))
             before = part
-        return TokenPath(np.concatenate(tokens), np.concatenate(mask))
+        return self._expanded(np.concatenate(tokens), np.concatenate(mask), stop)
+
+    def _expanded(self, tokens: np.ndarray, mask: np.ndarray, stop: int) -> TokenPath:
+        """Returns the path in which each image has as many placeholders as tokens."""
+        images = [image for images in self.images[:stop] for image in images]
+        if not images:
+            return TokenPath(tokens, mask)
+        if wrong := [image for image in images if not isinstance(image, Image)]:
+            raise UserError(f"messages: expected titan_tree.tree.images.Image, got {shorten(wrong[0])}")
+        at = np.flatnonzero(tokens == self.encoder.special_tokens.get(IMAGE_TOKEN, -1))
+        if len(at) != len(images):
+            raise UserError(
+                f"messages: expected {IMAGE_TOKEN} once for each of {count(len(images), 'image')}, got it "
+                f"{len(at)} times in the tokens of a prompt and its answer; remove it from the texts of "
+                "messages, and choose a tokenizer that has this token and a data.template that shows images"
+            )
+        sizes = np.array([len(image) for image in images])
+        repeats = np.ones(len(tokens), int)
+        repeats[at] = sizes
+        starts = (np.cumsum(repeats)[at] - sizes).tolist()
+        placed = list(zip(starts, images, strict=True))
+        return TokenPath(np.repeat(tokens, repeats), np.repeat(mask, repeats), images=placed)
 
     def _encode_part(self, before: str, part: str) -> list[np.ndarray]:
         def end() -> Spans:

@@ -13,9 +13,11 @@ import numpy as np
 from titan_tree.components.tree_tokenizer.encoders import Spans, make_encoder
 from titan_tree.components.tree_tokenizer.messages import (
     Message,
+    images_of,
     normalize_messages,
     refuse_not_finite,
     text_before_calls_as_reasoning,
+    without_images,
 )
 from titan_tree.components.tree_tokenizer.probes import find_call_form, find_separator
 from titan_tree.components.tree_tokenizer.samples import ConversationSamples, Turns
@@ -242,7 +244,7 @@ class TreeTokenizer:
                 template.
         """
         template = self._chat_template(tools)
-        normal = self._normal_messages(messages, tools, variables)
+        normal, _ = self._normal_messages(messages, tools, variables)
         return template.plain(template.render(normal, tools, add_generation_prompt, variables))
 
     def _normal_messages(
@@ -251,20 +253,22 @@ class TreeTokenizer:
         tools: Tools | None,
         variables: Mapping[str, object],
         separator: str | None = None,
-    ) -> list[Message]:
-        """Returns checked messages that the chat template renders as they were meant."""
+    ) -> tuple[list[Message], list[list[object]]]:
+        """Returns checked messages that the chat template renders as they were meant, and their images."""
         template, where = self._chat_template(_checked(tools)), "messages"
         if separator is None and isinstance(messages, list | tuple) and any(map(has_parts, messages)):
             template.separator = separator = template.separator or find_separator(template, variables)
         normal = normalize_messages(messages, where, "\n" if separator is None else separator)
         normal = ordered_results(normal, "tool_call_id" in template.fields, where)
+        images = [[part["image"] for part in images_of(message["content"])] for message in normal]
+        normal = list(map(without_images, normal))
         if template.call_form is None and any("tool_calls" in message for message in normal):
             find_call_form(template, normal, tools, variables)
 
         def render(messages: Sequence[Message]) -> str:
             return template.render(messages, tools, False, variables)
 
-        return readable_arguments(normal, render, where)
+        return readable_arguments(normal, render, where), images
 
     def samples(
         self,
@@ -285,8 +289,11 @@ class TreeTokenizer:
         An answer that was cut off is trained up to its last character, without an end. Filtered answers, and
         those with ``weight`` 0, have loss mask 0. endings.py describes the field ``finish_reason``.
 
+        The token ``<|image_pad|>``, by which the template shows an image, becomes ``len(image)`` tokens.
+
         Args:
-            messages: the conversation, in a form that ``messages.normalize_messages`` accepts.
+            messages: the conversation, in a form that ``messages.normalize_messages`` accepts, with images as
+                ``{"type": "image", "image": Image}``.
             tools: JSON schemas of the tools.
             turns: "each" makes one sample per assistant turn, which ends with that turn. "last" makes one
                 sample of the last turn. "whole" makes one sample of all messages, with loss on every
@@ -300,14 +307,15 @@ class TreeTokenizer:
         Raises:
             UserError: what ``render`` raises, an unknown ``turns``, a template that renders a turn
                 differently from its own generation prompt, or leaves out what the model read or wrote, an
+                image that is not loaded, text that contains the token of images where it takes effect, an
                 empty answer that is trained, or a trained one next to another one that does not say how it
                 ended.
         """
-        normal = self._normal_messages(messages, tools, variables, part_separator)
+        normal, images = self._normal_messages(messages, tools, variables, part_separator)
         if text_before_calls_is_reasoning:
             normal = text_before_calls_as_reasoning(normal)
         template = self._chat_template(tools)
-        samples = ConversationSamples(self._encoder, template, normal, tools, variables, self._stops)
+        samples = ConversationSamples(self._encoder, template, normal, tools, variables, self._stops, images)
         return samples.paths(turns)
 
     def _chat_template(self, tools: Tools | None) -> ChatTemplate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 from titan_tree.components.tree_tokenizer.endings import ending
@@ -106,9 +106,10 @@ def readable_arguments(
 
 
 def has_parts(message: object) -> bool:
-    """Returns whether the content of a message is a list of several parts."""
+    """Returns whether the content of a message has texts side by side."""
     content = message.get("content") if isinstance(message, dict) else None
-    return isinstance(content, list) and len(content) > 1
+    parts = content if isinstance(content, list) else []
+    return any(map(all, pairwise(isinstance(part, dict) and "text" in part for part in parts)))
 
 
 def doubtful(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:

@@ -13,8 +13,11 @@ from titan_tree.data.readers.chat import (
     assistant_messages,
     call,
     joined,
+    joined_parts,
     marked,
     not_text,
+    part_of,
+    result_of,
     text_of,
     without,
     without_temperature_0,
@@ -157,22 +160,20 @@ def _user_messages(
 ) -> list[Message]:
     """Returns the messages that the blocks of a user's message become, in order."""
     messages: list[Message] = []
-    parts: list[Message] = []  # of the last message
     for block, where in blocks:
         if block.get("type") == "tool_result":
-            text = text_of(block.get("content"), f"{where}.content")
             identifier = block.get("tool_use_id")
             name = names.get(str(identifier))
-            result = {"role": "tool", "content": text, "tool_call_id": identifier}
+            content = result_of(block.get("content"), f"{where}.content")
+            result = {"role": "tool", "content": content, "tool_call_id": identifier}
             messages.append(result if name is None else {**result, "name": name})
             continue
-        text = text_of([block], where)
         if not (messages and messages[-1]["role"] == role):
-            messages.append({"role": role, "content": text})
-            parts = [{"type": "text", "text": text}]
-        else:  # the tokenizer joins the parts
-            parts.append({"type": "text", "text": text})
-            messages[-1]["content"] = parts
+            messages.append({"role": role, "content": []})
+        messages[-1]["content"].append(part_of(block, where))
+    for message in messages:
+        if message["role"] == role:
+            message["content"] = joined_parts(message["content"])
     return messages or [{"role": role, "content": ""}]
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
+from urllib.parse import unquote
 
 from titan_tree.components.tree_tokenizer.endings import ending
+from titan_tree.components.tree_tokenizer.messages import images_of
 from titan_tree.data.readers import Record
-from titan_tree.data.readers.row_reader import TEXT_ONLY, expect
+from titan_tree.data.readers.row_reader import expect
 from titan_tree.errors import UserError, shorten
 
 Message = Record
@@ -28,6 +31,8 @@ EARLIER_TURNS = (
 )
 PART_ORDER = {"reasoning": 0, "text": 1, "call": 2}  # of an assistant's message
 TEXT_PARTS = ("text", "input_text", "output_text")
+IMAGE_PARTS = ("image", "image_url", "input_image", "computer_screenshot")
+IMAGE_SOURCES = ("image_url", "source", "url", "path")  # of OpenAI, Anthropic and transformers
 
 
 def assistant_messages(parts: Iterable[tuple[str, object]]) -> list[Message]:
@@ -155,33 +160,111 @@ def text_of(content: object, where: str) -> str:
     """Returns the text of a message's content: a string, null, or a list of text parts.
 
     Raises:
-        UserError: an image or another part that is not text.
+        UserError: a part that is not text.
     """
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    parts = expect(content, list, where, "a string or a list of text parts")
+    parts = expect(content, list, where, "a string or a list of parts")
     return "".join(_part_text(part, f"{where}[{index}]") for index, part in enumerate(parts))
 
 
 def content_of(content: object, where: str) -> str | list[Message]:
-    """Returns the content of a message: text, or several text parts, which the tokenizer joins.
+    """Returns the content of a message: text, or several text parts, which the tokenizer joins, and images.
 
     Raises:
-        UserError: an image or another part that is not text.
+        UserError: a part that is neither text nor an image.
     """
-    if not isinstance(content, list) or len(content) < 2:
+    if not isinstance(content, list):
         return text_of(content, where)
-    return [
-        {"type": "text", "text": _part_text(part, f"{where}[{index}]")} for index, part in enumerate(content)
+    return joined_parts([part_of(part, f"{where}[{index}]") for index, part in enumerate(content)])
+
+
+def with_image_column(row: Message, names: Iterable[str]) -> Message:
+    """Returns the row with the images of its column ``images`` in parts ``{"type": "image"}``, in order.
+
+    Args:
+        names: the columns with messages, in the order in which they show images.
+
+    Raises:
+        UserError: there are more images than such parts.
+    """
+    if not isinstance(images := row.get("images"), list):
+        return row
+    rest = list(images)
+    columns = {
+        name: [_with_images(message, rest) for message in row[name]]
+        for name in names
+        if isinstance(row.get(name), list)
+    }
+    if not columns:
+        return row
+    if rest:
+        raise UserError(
+            f'images: expected a part {{"type": "image"}} of a message for each of {len(images)}, got '
+            f"{len(images) - len(rest)}; add it where the model saw the image"
+        )
+    return without(row, ("images",)) | columns
+
+
+def _with_images(message: Any, images: list[object]) -> Any:
+    """Returns a message with images, from the front of the list, in parts that have none."""
+    if not isinstance(message, dict) or not isinstance(parts := message.get("content"), list):
+        return message
+    own = [
+        {**part, "image": images.pop(0)} if images and part == {"type": "image"} else part for part in parts
     ]
+    return {**message, "content": own}
+
+
+def joined_parts(parts: list[Message]) -> str | list[Message]:
+    """Returns the text of at most one text part, and other parts as they are."""
+    return parts if len(parts) > 1 or images_of(parts) else "".join(part["text"] for part in parts)
+
+
+def result_of(content: object, where: str) -> str | list[Message]:
+    """Returns the content of a tool's result: its text, or a list of parts if it has images."""
+    parts = content_of(content, where)
+    return parts if images_of(parts) else text_of(content, where)
+
+
+def sources_of(contents: Iterable[object]) -> Record:
+    """Returns the field ``images`` of a record of token ids, in which the starts are then found."""
+    parts = [part for content in contents if isinstance(content, list) for part in images_of(content)]
+    images = [without(part, ("type",)) for part in parts]
+    return {"images": images} if images else {}
+
+
+def part_of(part: object, where: str) -> Message:
+    """Returns a part of a message's content in titan_tree's schema.
+
+    Raises:
+        UserError: a part that is neither text nor an image.
+    """
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or kind not in IMAGE_PARTS:
+        return {"type": "text", "text": _part_text(part, where)}
+    if kind == "image" and part.get("image") is not None:  # titan_tree's own
+        return part
+    source = next((part[name] for name in IMAGE_SOURCES if part.get(name) is not None), None)
+    if isinstance(source, dict) and source.get("type") == "base64":
+        source = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    elif isinstance(source, dict):
+        source = source.get("url")
+    if not isinstance(source, str):
+        raise UserError(
+            f"{where}: expected an image as a file beside the data or as a data: URL, got {shorten(part)}; "
+            "an id of a file does not hold it"
+        )
+    is_file = source.startswith("file:///")
+    return {"type": "image", "image": unquote(source.removeprefix("file://")) if is_file else source}
 
 
 def _part_text(part: object, where: str) -> str:
     if isinstance(part, str):
         return part
-    part = expect(part, dict, where, "a text part")
+    part = expect(part, dict, where, "a part with text")
     kind = part.get("type")
     if kind == "refusal":
         return expect(part.get("refusal"), str, f"{where}.refusal", "a string")
@@ -191,8 +274,11 @@ def _part_text(part: object, where: str) -> str:
 
 
 def not_text(where: str, kind: object) -> UserError:
-    """Returns the error for a content part of another kind than text."""
-    return UserError(f"{where}: got a part of type {shorten(kind)}, {TEXT_ONLY}")
+    """Returns the error for a content part of a kind that is not read here."""
+    return UserError(
+        f"{where}: got a part of type {shorten(kind)}; expected text, or an image that a user, a system or a "
+        "tool shows (docs/images.md); remove the part or the row"
+    )
 
 
 def without_temperature_0(record: Message) -> Message:

@@ -17,11 +17,13 @@ from titan_tree.data.readers.chat import (
     joined,
     mark_of,
     marked,
+    sources_of,
     with_answers,
+    with_image_column,
     without,
     without_temperature_0,
 )
-from titan_tree.data.readers.row_reader import PAIR_COLUMNS, SAMPLED, TEXT_ONLY, RowReader, expect
+from titan_tree.data.readers.row_reader import NO_MEDIA, PAIR_COLUMNS, SAMPLED, RowReader, expect
 from titan_tree.data.readers.sampled import recorded
 from titan_tree.data.readers.text_rows import is_trl_log, log_fields
 from titan_tree.errors import UserError, shorten
@@ -40,7 +42,8 @@ class OpenAIChatReader(RowReader):
         {"prompt"?: [messages], "chosen": [messages], "rejected": [messages]}
 
     Legacy ``function_call`` and role "function" become tool calls and role "tool", and role "developer"
-    becomes "system". A ``refusal`` is the text of its message. Several choices become trajectories. Of the
+    becomes "system". A ``refusal`` is the text of its message. A column ``images`` fills the parts
+    ``{"type": "image"}`` in order, as in data sets for TRL. Several choices become trajectories. Of the
     last four forms, only the response or completion is trained. A preference pair becomes a task of two
     trajectories; without a prompt, the messages that both answers begin with are the prompt.
     A ``finish_reason`` says how an answer ended. With ``continue_final_message`` in the request, or
@@ -50,6 +53,7 @@ class OpenAIChatReader(RowReader):
     ``temperature`` above 0 is kept.
     """
 
+    reads_images = True
     reads_pairs = True
     reads_calls = True
 
@@ -68,6 +72,7 @@ class OpenAIChatReader(RowReader):
         return _are_messages(row.get("prompt")) and _are_messages(row.get("completion"))
 
     def convert(self, row: Record) -> Record:
+        row = with_image_column(row, ("prompt", "messages", "completion", *PAIR_COLUMNS))
         if row.get("request") is not None:
             return self._pair(row)
         if isinstance(row.get("choices"), list) and "messages" in row:  # a request with its response, merged
@@ -123,7 +128,7 @@ class OpenAIChatReader(RowReader):
             )
             answers.append(answered(prompt, answer, continues))
             if (ids := recorded(self.path, request, response, choice, where)) is not None:
-                answers[-1][SAMPLED] = ids
+                answers[-1][SAMPLED] = ids | sources_of(message.get("content") for message in prompt)
         return with_answers(record, answers)
 
     def _prompt_and_completion(self, row: Record) -> Record:
@@ -191,7 +196,7 @@ def _message(message: object, where: str) -> Message:
         str(message.get("role")), message.get("role")
     )
     if message.get("audio"):
-        raise UserError(f"{where}.audio: {TEXT_ONLY}")
+        raise UserError(f"{where}.audio: {NO_MEDIA}")
     if isinstance(message.get("content"), list):
         result["content"] = content_of(message["content"], f"{where}.content")
     if (refusal := message.get("refusal")) is not None:

@@ -14,6 +14,7 @@ from titan_tree.data.readers.chat import (
     content_of,
     joined,
     marked,
+    result_of,
     text_of,
     without,
     without_temperature_0,
@@ -29,7 +30,8 @@ RESPONSE_FIELDS = (
     "reasoning", "text", "moderation",
 )  # fmt: skip
 ENDED = ("output", "status", "incomplete_details", "error", "previous_response_id", "conversation")
-OUTPUTS = ("function_call_output", "custom_tool_call_output")
+CALLS = {"function_call": "arguments", "custom_tool_call": "input", "computer_call": "action"}
+OUTPUTS = tuple(f"{kind}_output" for kind in CALLS)
 
 
 class OpenAIResponsesReader(RowReader):
@@ -39,10 +41,11 @@ class OpenAIResponsesReader(RowReader):
 
     ``input`` is a string or a list of items, ``output`` a list of items. Instructions become the system
     message. Adjacent reasoning, text and function calls become one assistant message. Reasoning is the text
-    of its content, or else of its summary. The ``status`` of a response, and of an item, says whether it was
-    cut off or filtered. Parameters are left out, except for a ``temperature`` above 0. Items of tools that
-    run at OpenAI are refused. ``previous_response_id`` and ``conversation`` are refused, because the earlier
-    items are not in the file.
+    of its content, or else of its summary. A ``computer_call`` becomes a call of the tool "computer" with the
+    action as its arguments; its result is the screenshot. The ``status`` of a response, and of an item, says
+    whether it was cut off or filtered. Parameters are left out, except for a ``temperature`` above 0. Items
+    of tools that run at OpenAI are refused. ``previous_response_id`` and ``conversation`` are refused,
+    because the earlier items are not in the file.
     """
 
     reads_calls = True
@@ -118,15 +121,19 @@ class OpenAIResponsesReader(RowReader):
                 else:
                     self.warn(ENCRYPTED)
                 ends = item.get("status")
-            elif kind in ("function_call", "custom_tool_call"):
-                names[str(item.get("call_id"))] = item.get("name")
-                arguments = item.get("arguments" if kind == "function_call" else "input")
-                parts.append(("call", call(item.get("name"), arguments, item.get("call_id"))))
+            elif isinstance(kind, str) and kind in CALLS:
+                name, arguments = item.get("name"), item.get(CALLS[kind])
+                if kind == "computer_call":
+                    name = "computer"
+                    if arguments is None:
+                        arguments = {"actions": expect(item.get("actions"), list, place, "an action")}
+                names[str(item.get("call_id"))] = name
+                parts.append(("call", call(name, arguments, item.get("call_id"))))
                 ends = item.get("status")
             else:
                 raise UserError(
                     f"{place}: items of type {shorten(kind)} are not supported; expected message, reasoning, "
-                    "function_call or function_call_output. titan_tree reads text here: remove the sample"
+                    f"{', '.join(CALLS)} or the output of a call: remove the sample"
                 )
             if ending(ends, f"{place}.status") != "finished":
                 parts.append(("end", ends))
@@ -137,8 +144,9 @@ def _other_message(item: Message, kind: str, names: dict[str, object], where: st
     """Returns the message of a tool's output, or of a system, developer or user item."""
     if kind in OUTPUTS:
         identifier = item.get("call_id")
-        text = text_of(item.get("output"), f"{where}.output")
-        message = {"role": "tool", "content": text, "tool_call_id": identifier}
+        output = [item.get("output")] if kind == "computer_call_output" else item.get("output")
+        content = result_of(output, f"{where}.output")
+        message = {"role": "tool", "content": content, "tool_call_id": identifier}
         name = names.get(str(identifier))
         return message if name is None else {**message, "name": name}
     role = item.get("role")
@@ -168,7 +176,7 @@ def _items(items: object, where: str) -> list[object]:
 
 def _are_items(value: object) -> bool:
     """Returns whether a value is a list of items: messages, or objects with a type that Responses has."""
-    kinds = ("message", "reasoning", "function_call", "function_call_output")
+    kinds = ("message", "reasoning", *CALLS, *OUTPUTS)
     return isinstance(value, list) and any(
         isinstance(item, dict) and (item.get("type") in kinds or ("role" in item and "content" in item))
         for item in value
@@ -182,6 +190,6 @@ def _tool(tool: object, where: str) -> object:
     if tool.get("type") != "function":
         raise UserError(
             f"{where}: a tool of type {shorten(tool.get('type'))} has no schema; expected tools of type "
-            "function"
+            "function; give it a schema as one, or leave it out"
         )
     return {"type": "function", "function": without(tool, ("type", "strict"))}

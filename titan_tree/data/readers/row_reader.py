@@ -21,8 +21,8 @@ JSON_COLUMNS = (
     "messages", "tools", "functions", "trajectories", "conversations", "nodes", "triplets",
     "chat_template_kwargs",
 )  # fmt: skip
-TEXT_ONLY = (
-    "expected text; only rows of token ids can have images (docs/images.md): give those, or remove the row"
+NO_MEDIA = (
+    "not read; give images as parts of messages or beside token ids (docs/images.md), or remove the row"
 )
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 PAIR_COLUMNS = ("chosen", "rejected")
@@ -193,7 +193,7 @@ def refuse_columns(row: Record, allowed: Sequence[str] = ()) -> None:
     """Raises UserError for media and preferences, except for the ``allowed`` columns."""
     for name in MEDIA_COLUMNS:
         if row.get(name) and name not in allowed:
-            raise UserError(f"{name}: {TEXT_ONLY}")
+            raise UserError(f"{name}: {NO_MEDIA}")
     for name in PREFERENCE_COLUMNS:
         if row.get(name) is not None and name not in allowed:
             raise UserError(

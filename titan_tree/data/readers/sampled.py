@@ -8,7 +8,7 @@ from typing import Any
 
 from titan_tree.data.readers import Record
 from titan_tree.data.readers.chat import mark_of, with_answers, without, without_temperature_0
-from titan_tree.data.readers.row_reader import TEXT_ONLY, RowReader, expect, warn_once
+from titan_tree.data.readers.row_reader import NO_MEDIA, RowReader, expect, warn_once
 from titan_tree.data.readers.token_rows import TokenRowReader
 from titan_tree.errors import UserError, shorten
 
@@ -175,7 +175,7 @@ class EngineCallReader(RowReader):
     def convert(self, row: Record) -> Record:
         request = expect(row.get("request"), dict, "request", "an object with a prompt")
         if media := [name for name in MEDIA if request.get(name)]:
-            raise UserError(f"request.{media[0]}: {TEXT_ONLY}")
+            raise UserError(f"request.{media[0]}: {NO_MEDIA}")
         response = row.get("response")
         choices = response.get("choices", [response]) if isinstance(response, dict) else response
         choices = expect(choices or None, list, "response.choices", "a list of answers; remove a failed call")

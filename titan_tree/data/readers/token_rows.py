@@ -79,10 +79,10 @@ class TokenRowReader(RowReader):
     reads_images = True
 
     def recognizes_row(self, row: Record) -> bool:
-        if any(_are_ids(row.get(name)) for name in PROMPTS) and any(
-            _are_ids(row.get(name)) for name in RESPONSES
-        ):
-            return True
+        if any(_are_ids(row.get(name)) for name in PROMPTS):
+            is_cut = row.keys() <= KNOWN and next(reversed(row)) in PROMPTS  # behind a prompt of many images
+            if is_cut or any(_are_ids(row.get(name)) for name in RESPONSES):
+                return True
         is_own_schema = {"tokens", "input_ids"} & row.keys() and not _foreign(row)
         return not is_own_schema and any(_are_ids(row.get(name)) for name in WHOLE)
 

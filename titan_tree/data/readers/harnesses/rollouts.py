@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from titan_tree.data.readers import Record, Source
 from titan_tree.data.readers.chat import without
-from titan_tree.data.readers.row_reader import TEXT_ONLY, RowReader, expect
+from titan_tree.data.readers.row_reader import NO_MEDIA, RowReader, expect
 from titan_tree.errors import UserError
 
 NO_TOKENS = "no token ids; record the rollouts with a client that returns them"
@@ -195,7 +195,7 @@ def _fields_and_ids(side: object, where: str) -> tuple[Record, list[object]]:
     """Returns the fields and the token ids of the prompt or the response of a triplet."""
     fields = expect(side, dict, where, "an object with token_ids")
     if fields.get("image_urls"):
-        raise UserError(f"{where}.image_urls: {TEXT_ONLY}")
+        raise UserError(f"{where}.image_urls: {NO_MEDIA}")
     ids = expect(fields.get("token_ids"), list, f"{where}.token_ids", "a list")
     if not ids:
         raise UserError(f"{where}.token_ids: {NO_TOKENS}")

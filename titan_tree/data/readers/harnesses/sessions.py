@@ -25,8 +25,7 @@ from titan_tree.data.readers.row_reader import warn_once
 from titan_tree.errors import UserError
 
 IMAGES = (
-    "images became the text [image] or [document]; the model saw them, but only rows of token ids can have "
-    "images"
+    "images became the text [image] or [document]; the model saw them, but they are not read from sessions"
 )
 MEDIA = {"image": "image", "input_image": "image", "image_url": "image", "document": "document"}
 MAY_MATTER = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from titan_tree.data.readers import Record, Source
-from titan_tree.data.readers.chat import without
+from titan_tree.data.readers.chat import content_of, sources_of, without
 from titan_tree.data.readers.harnesses.rollouts import NO_TOKENS, TraceReader, objects_in
-from titan_tree.data.readers.row_reader import TEXT_ONLY, expect
+from titan_tree.data.readers.row_reader import NO_MEDIA, expect
 from titan_tree.errors import UserError, errors_at, shorten
 
 # Fields of a node with one entry per sampled token -> field of the schema, fill of other tokens.
@@ -22,7 +22,7 @@ NODE_LEFT_OUT = (
 )  # fmt: skip
 NODE_REFUSED = {
     "loss_weights": "losses chosen per token are not supported; remove it",
-    "multi_modal_data": TEXT_ONLY,
+    "multi_modal_data": NO_MEDIA,
     "routed_experts": "expected none in a file, as verifiers writes it; remove it",
     "sampling_mask": "expected none, because its form in a trace is not known; sample with top_p = 1",
 }
@@ -52,10 +52,10 @@ class VerifiersReader(TraceReader):
     verifiers writes episodes to ``traces.jsonl``, prime-rl to ``traces/stream/*.jsonl``. Traces with one
     ``group.id`` of their episodes, or else with one task, form a group.
 
-    A node holds the tokens that a message adds. A branch is the path from a root to a leaf. A sampled node
-    that several branches share is trained in the first of them, and is context in the others. Left out are
-    branches without tokens to train, compactions that the agent did not resume from, episodes and traces with
-    an error, and traces of agents that are not trained.
+    A node holds the tokens that a message adds, and its message the images. A branch is the path from a root
+    to a leaf. A sampled node that several branches share is trained in the first of them, and is context in
+    the others. Left out are branches without tokens to train, compactions that the agent did not resume from,
+    episodes and traces with an error, and traces of agents that are not trained.
 
     Sources: ``v1/trace.py``, ``v1/graph.py`` and ``v1/episode.py`` of verifiers 0.4.0, whose graph builder
     and writer made the files on which this reader was checked. Of PrimeIntellect-ai/prime-rl,
@@ -138,10 +138,7 @@ def _check_node(fields: Record, index: int) -> None:
         raise UserError(f"{where}.parent: expected an earlier node, got {shorten(parent)}")
     message = fields.get("message")
     content = message.get("content") if isinstance(message, dict) else None
-    if isinstance(content, list) and any(
-        not isinstance(part, dict) or part.get("type") != "text" for part in content
-    ):
-        raise UserError(f"{where}.message: {TEXT_ONLY}")
+    fields["message"] = content_of(content, f"{where}.message.content")
     fields["semantic_parents"] = objects_in(fields.get("semantic_parents") or [], f"{where}.semantic_parents")
     for name in ("token_ids", "mask"):
         fields[name] = expect(fields.get(name) or [], list, f"{where}.{name}", "a list")
@@ -183,6 +180,7 @@ def _joined(nodes: list[Record], branch: Iterable[int], trained: list[int]) -> R
         "loss_mask": [
             int(sampled and index in trained) for index in branch for sampled in nodes[index]["mask"]
         ],
+        **sources_of(node["message"] for node in members),
     }
     for name, (field, fill) in PER_SAMPLED.items():
         if any(node.get(name) for node in members):
