@@ -158,8 +158,8 @@ def test_wrong_rows_are_refused(folder: Path) -> None:
         ({"attention_mask": positions > 2}, "labels: expected -100 for padding"),
         ({"position_ids": positions}, "got position_ids, an attention_mask and 2 rows"),
         ({"attention_mask": None, "position_ids": positions}, "position_ids, no attention_mask and 2 rows"),
-        ({"pixel_values": torch.ones(2)}, "pixel_values: expected text rows without it"),
-        ({"output_router_logits": True}, "output_router_logits: expected text rows without it"),
+        ({"pixel_values": torch.ones(2)}, "padded rows of a model with images, got a model without tower"),
+        ({"output_router_logits": True}, "output_router_logits: expected rows without it"),
         (
             {
                 "input_ids": ids[:1],

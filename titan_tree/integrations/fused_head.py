@@ -5,7 +5,7 @@ B rows of T tokens, padding included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,10 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from titan_tree.errors import UserError
+from titan_tree.integrations.images import row_images
 from titan_tree.integrations.rows import Rows
 from titan_tree.integrations.tree_view import RowForest, TreeView, row_scores
+from titan_tree.tree.images import PathImages
 
 # Arguments of the fused head that do not change what it returns.
 _IGNORED = {"use_cache", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
@@ -65,6 +67,9 @@ class FusedHead:
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        pixel_values: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        mm_token_type_ids: Tensor | None = None,
         **others: Any,
     ) -> TreeOutput:
         """Scores rows.
@@ -74,9 +79,13 @@ class FusedHead:
             labels: [B, T], the token itself or -100.
             attention_mask, position_ids: at most one of them, [B, T]. Neither: all tokens are real.
             num_items_in_batch: divisor of the loss; None: the number of labels.
+            pixel_values, image_grid_thw, mm_token_type_ids: images, see ``row_images``.
         """
         if unknown := sorted(name for name in others.keys() - _IGNORED if others[name] is not None):
-            raise UserError(f"model: {', '.join(unknown)}: expected text rows without it; remove the setting")
+            raise UserError(
+                f"model: {', '.join(unknown)}: expected rows without it, of text or with images as "
+                "pixel_values, image_grid_thw and mm_token_type_ids; remove the setting"
+            )
         scored = labels != -100
         if ((labels != input_ids) & scored).any():
             raise UserError("labels: expected the token itself or -100, got other tokens; check the collator")
@@ -86,9 +95,9 @@ class FusedHead:
             "real": None if attention_mask is None else attention_mask.bool(),
             "positions": None if position_ids is None else position_ids.int(),
         }
-        forest, order = self.forests.get(
-            self.view, {name: x.cpu() for name, x in inputs.items() if x is not None}, self.temperature
-        )
+        on_host = {name: x.cpu() for name, x in inputs.items() if x is not None}
+        images = row_images(self.view, on_host, mm_token_type_ids, pixel_values, image_grid_thw)
+        forest, order = self.forests.get(self.view, on_host, self.temperature, images)
         self.log(forest.rows.tree.stats.n_flat, len(forest.rows.tree))
         values = row_scores(self.view, forest, self.entropy, self.statistics)
         # TRL's head computes in fp32 for weights of any dtype.
@@ -115,19 +124,28 @@ class Forests:
         self._kept: dict[object, RowForest] = {}
 
     def get(
-        self, view: TreeView, inputs: Mapping[str, Tensor], temperature: float
+        self,
+        view: TreeView,
+        inputs: Mapping[str, Tensor],
+        temperature: float,
+        images: Sequence[PathImages] | None = None,
     ) -> tuple[RowForest, Tensor]:
         """Returns the forest of rows, and for each of them its index among the rows of the forest, [B].
 
         Args:
             inputs: the arguments of ``_rows``, on the host.
+            images: see ``Rows.padded``.
         """
         data = torch.cat([x.contiguous().view(torch.uint8) for x in inputs.values()], 1)
         rows = [row.tobytes() for row in data.numpy()]
+        if images is not None:  # their places follow from the tokens
+            keys = ["".join(image.key for _, image in of_row).encode() for of_row in images]
+            rows = [row + key for row, key in zip(rows, keys, strict=True)]
         order = sorted(range(len(rows)), key=rows.__getitem__)
         key = (*inputs, inputs["tokens"].shape, temperature, *(rows[i] for i in order))
         if (forest := self._kept.pop(key, None)) is None:
-            in_order = {name: x[order] for name, x in inputs.items()}
+            in_order: dict[str, Any] = {name: x[order] for name, x in inputs.items()}
+            in_order["images"] = None if images is None else [images[i] for i in order]
             forest = RowForest.make(_rows(temperature=temperature, **in_order), view, self.max_tokens)
             while len(self._kept) >= self.size:
                 del self._kept[next(iter(self._kept))]
@@ -141,17 +159,20 @@ def _rows(
     real: Tensor | None = None,
     positions: Tensor | None = None,
     temperature: float = 1.0,
+    images: Sequence[PathImages] | None = None,
 ) -> Rows:
     """Returns the rows of a call, see ``FusedHead``.
 
     Args:
         tokens, positions: [B, T] int32.
         scored, real: [B, T] bool: whether a token has a label, and whether it is none of the padding.
+        images: see ``Rows.padded``; only without positions.
     Raises:
         UserError: labels or positions are not what trees can score.
     """
     if positions is None:
-        rows = Rows.padded(tokens, torch.ones_like(scored) if real is None else real, scored, temperature)
+        real = torch.ones_like(scored) if real is None else real
+        rows = Rows.padded(tokens, real, scored, temperature, images)
     elif real is None and len(tokens) == 1:
         rows = Rows.jagged(tokens[0], _offsets(positions[0]), scored[0], temperature)
     else:

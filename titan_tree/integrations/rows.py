@@ -11,7 +11,7 @@ S tokens of all rows together, padding included; E edges and F (edge, path) pair
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ from titan_tree.components.tree_loss.loss import GlobalStatistics, TreeLoss
 from titan_tree.components.tree_loss.spec import LossSpec
 from titan_tree.errors import UserError
 from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.images import PathImages
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
@@ -48,7 +49,11 @@ class Rows:
 
     @staticmethod
     def padded(
-        tokens: Tensor, real: Tensor, scored: Tensor | None = None, temperature: float | Tensor = 1.0
+        tokens: Tensor,
+        real: Tensor,
+        scored: Tensor | None = None,
+        temperature: float | Tensor = 1.0,
+        images: Sequence[PathImages] | None = None,
     ) -> Rows:
         """Returns the rows of a padded batch.
 
@@ -57,6 +62,7 @@ class Rows:
             real: [B, T], nonzero for tokens and 0 for padding, which may be on both sides of a row.
             scored: [B, T], nonzero for the tokens whose log-probs are wanted. None: all.
             temperature: divides the logits, one number or [B].
+            images: those of each row, see ``TokenPath``; None: no images.
         Raises:
             UserError: a row is empty or has padding between tokens, or a temperature is not positive.
         """
@@ -69,7 +75,7 @@ class Rows:
             )
         lengths = is_real.sum(1)
         first = np.arange(len(is_real)) * is_real.shape[1] + is_real.argmax(1)
-        return _make_rows(tokens, first, lengths, scored, temperature)
+        return _make_rows(tokens, first, lengths, scored, temperature, images)
 
     @staticmethod
     def jagged(
@@ -177,6 +183,7 @@ def _make_rows(
     lengths: np.ndarray,
     scored: Tensor | None,
     temperature: float | Tensor,
+    images: Sequence[PathImages] | None = None,
 ) -> Rows:
     """Makes ``Rows`` of tokens in any shape.
 
@@ -189,8 +196,10 @@ def _make_rows(
     temperatures = torch.as_tensor(temperature, dtype=torch.float32).cpu().expand(len(first)).numpy()
     spans = [slice(start, start + length) for start, length in zip(first, lengths, strict=True)]
     paths = [
-        TokenPath(flat[span], loss_mask=mask[span], temperature=value, id=str(row))
-        for row, (span, value) in enumerate(zip(spans, temperatures.tolist(), strict=True))
+        TokenPath(flat[span], loss_mask=mask[span], temperature=value, id=str(row), images=shown)
+        for row, (span, value, shown) in enumerate(
+            zip(spans, temperatures.tolist(), images or [()] * len(spans), strict=True)
+        )
     ]
     index = [span.start + mask[span][1:].nonzero()[0] for span in spans]  # nothing predicts a first token
     return Rows(TokenTree.from_paths(paths), torch.from_numpy(np.concatenate(index)), tokens.shape)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -80,6 +81,9 @@ class StepForests(TrainerCallback):
                 torch.cat([torch.cat([part[f"prompt_{x}"], part[f"completion_{x}"]], 1) for part in parts])
                 for x in ("ids", "mask")
             )
+            for name in [name for name in kwargs if isinstance(kwargs[name], Tensor | list)]:  # images
+                values = [part[name] for part in parts]
+                kwargs[name] = torch.cat(values) if isinstance(values[0], Tensor) else [*chain(*values)]
             with _reduced(model) if self.left == 0 else nullcontext():
                 logprobs, entropies, _ = self.score(model, ids, mask, logits_to_keep, None, True, **kwargs)
             self.scored = list(zip(*(_parts(x, len(input_ids)) for x in (logprobs, entropies)), strict=True))

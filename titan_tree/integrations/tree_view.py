@@ -60,6 +60,12 @@ class TreeView(InPlaceModel):
         with torch.autocast(self._device_type, self.autocast, enabled=self.autocast is not None):
             return super().run_layers(*args, **kwargs)
 
+    def encode(self, pixels: Sequence[Tensor]) -> list[Tensor]:
+        if _units(self):
+            raise UserError("pixel_values: expected none with FSDP2, with which images have not been tested")
+        with torch.autocast(self._device_type, self.autocast, enabled=self.autocast is not None):
+            return super().encode(pixels)
+
     @property
     def _device_type(self) -> str:
         return self.embedding_weight.device.type
@@ -216,7 +222,7 @@ def _leaves(model: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
 def _check_modules(model: PreTrainedModel) -> None:
     """Raises UserError if a module of the model is not what TransformersModel takes it for."""
     name = getattr(model.config, "name_or_path", "") or "model"
-    check_supported(model.config.get_text_config(), name, TreeView.quantization)
+    check_supported(model.config, name, TreeView.quantization)
     if getattr(getattr(model.config, "quantization_config", None), "load_in_8bit", False):
         raise UserError(
             f"{name}: load_in_8bit: expected 4 bits on trees, because LLM.int8 chooses outliers by all "
