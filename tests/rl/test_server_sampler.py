@@ -191,7 +191,7 @@ def test_servers_that_truncate_return_what_they_kept() -> None:
         (completion,) = sampler.sample([[1, 2]], [5], [STOP], [0])
     assert completion.sampling_mask == MASK
     assert completion.logprobs == [-0.25, 0.0]
-    assert sampler.vllm.sampling_path == "/inference/v1/generate"
+    assert sampler.vllm.sampling_path([]) == "/inference/v1/generate"
     (request,) = requests
     settings = request["sampling_params"]
     assert [settings[name] for name in ("top_p", "top_k", "min_p", "temperature")] == [0.9, 20, 0.1, 1.0]

@@ -77,9 +77,9 @@ def test_tokens_that_contexts_share_are_read_once(limit: int, monkeypatch: pytes
     sampler, contexts, sizes = CachedSampler(tiny_model()), shared_prefixes(18), []
     run = sampler._run
 
-    def counted(tokens: torch.Tensor, *others: object) -> torch.Tensor:
-        sizes.append(len(tokens))
-        return run(tokens, *others)
+    def counted(x: torch.Tensor, *others: object) -> torch.Tensor:
+        sizes.append(len(x))
+        return run(x, *others)
 
     monkeypatch.setattr(sampler, "_run", counted)
     with torch.no_grad():

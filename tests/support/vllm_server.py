@@ -7,8 +7,11 @@ import socket
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
+import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -70,6 +73,55 @@ class VLLMServer:
             return False
 
 
+def save_vision_snapshot(folder: Path, special_tokens: dict[str, int]) -> None:
+    """Writes a random Qwen3-VL and its processor. vLLM can serve it.
+
+    Args:
+        special_tokens: the ids of the special tokens of titan_tree's byte tokenizer, 256 and more.
+    """
+    vocab_size = 256 + len(special_tokens)
+    text: dict[str, Any] = {"vocab_size": vocab_size, "hidden_size": 64, "intermediate_size": 128}
+    text |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}
+    rope["mrope_interleaved"] = True
+    tower = {"depth": 3, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "patch_size": 16}
+    tower |= {"out_hidden_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+    names = {"image_token_id": "image_pad", "video_token_id": "video_pad"}
+    names |= {f"vision_{side}_token_id": f"vision_{side}" for side in ("start", "end")}
+    ids = {key: special_tokens[f"<|{name}|>"] for key, name in names.items()}
+    config = transformers.Qwen3VLConfig(
+        text_config=text | {"rope_parameters": rope, "max_position_embeddings": 4096},
+        vision_config=tower,
+        tie_word_embeddings=False,
+        **ids,
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3VLForConditionalGeneration(config).float()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim >= 2 and "conv1d" not in name:
+                weight.normal_(std=1.5 * weight[0].numel() ** -0.5)
+        # Turns end early.
+        model.get_input_embeddings().weight[:, 0] = 3.0
+        model.lm_head.weight[:, 0] = 0.0
+        model.lm_head.weight[special_tokens["<|im_end|>"], 0] = 12.0
+    model.save_pretrained(folder)
+    save_tokenizer(folder, sorted(special_tokens, key=special_tokens.__getitem__))
+    shared = {
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "processor_class": "Qwen3VLProcessor",
+    }
+    shared |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    kinds = {"preprocessor": "image_processor", "video_preprocessor": "video_processor"}
+    classes = {"image_processor": "Qwen2VLImageProcessorFast", "video_processor": "Qwen3VLVideoProcessor"}
+    for file, name in kinds.items():
+        size = {"longest_edge": 16_777_216, "shortest_edge": 1024}
+        fields = shared | {"size": size, f"{name}_type": classes[name]}
+        (folder / f"{file}_config.json").write_text(json.dumps(fields))
+
+
 def prepare(snapshot: Path) -> None:
     """Changes a snapshot, so that vLLM on a CPU can serve it and take over other weights.
 
@@ -82,9 +134,13 @@ def prepare(snapshot: Path) -> None:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
         save_file(weights, snapshot / WEIGHTS, {"format": "pt"})
         (snapshot / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    save_tokenizer(snapshot, [f"<{i}>" for i in range(config["vocab_size"] - 256)])
+
+
+def save_tokenizer(folder: Path, special_tokens: list[str]) -> None:
     ids = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([f"<{i}>" for i in range(config["vocab_size"] - len(ids))])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(snapshot)
+    tokenizer.add_special_tokens(special_tokens)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)

@@ -24,7 +24,7 @@ from titan_tree.errors import UserError
 from titan_tree.models.block import Attention
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.layers import MLP, Rope, at_least_fp32
-from titan_tree.models.tree_model import TreeModel
+from titan_tree.models.tree_model import TreeModel, with_images
 from titan_tree.rl.sampler import Completion, Ids, at_temperature, check_positions, draw, uniforms
 from titan_tree.rl.tree_cache import Forest, TreeCache
 from titan_tree.rl.truncation import ALL_IDS, KeptIds, Truncation
@@ -59,6 +59,8 @@ class CachedSampler:
     Raises:
         UserError: the model has experts, recurrent layers, or layers of transformers.
     """
+
+    reads_images = True
 
     def __init__(self, model: TreeModel, truncation: Truncation = ALL_IDS, temperature: float = 1.0) -> None:
         if not is_dense_decoder(model):
@@ -148,8 +150,8 @@ class CachedSampler:
         memory = torch.cuda.get_device_properties(self._device).total_memory
         return max(1, int(CACHE_SHARE * memory) // (row_elements * weight.itemsize))
 
-    def _read(self, contexts: Sequence[Sequence[int]], size: int) -> tuple[TreeCache, list[int], Tensor]:
-        """Computes keys and values of all contexts, each distinct token once.
+    def _read(self, contexts: Sequence[Ids], size: int) -> tuple[TreeCache, list[int], Tensor]:
+        """Computes keys and values of all contexts, each distinct token and image once.
 
         Returns:
             A cache with turns of this size, the context of each of its rows, and the logits [B, V] of these
@@ -157,16 +159,25 @@ class CachedSampler:
         """
         config, weight = self.model.config, self.model.embed_tokens.weight
         forest = Forest.of(contexts, size)
+        pixels = [torch.from_numpy(image.pixels) for image in forest.contexts.images]
+        features = self.model.encode(pixels) if pixels else []
         shape = len(forest.end), config.num_key_value_heads, config.head_dim
         # Zeros, because attention multiplies values that a row does not see by 0, and 0 * nan is nan.
         cache = TreeCache.of(forest, size, weight.new_zeros(config.num_hidden_layers, 2, *shape))
         limit = CPU_READ if self._device.type == "cpu" else READ
         starts = range(0, len(forest.contexts), limit)
-        hidden = torch.cat([self._read_tokens(forest, start, start + limit, cache) for start in starts])
+        hidden = torch.cat(
+            [self._read_tokens(forest, start, start + limit, cache, features) for start in starts]
+        )
         return cache, forest.row.tolist(), self._logits(hidden[self._tensor(forest.last)])
 
-    def _read_tokens(self, forest: Forest, start: int, stop: int, cache: TreeCache) -> Tensor:
+    def _read_tokens(
+        self, forest: Forest, start: int, stop: int, cache: TreeCache, features: Sequence[Tensor]
+    ) -> Tensor:
         """Computes tokens start .. stop - 1 of the contexts. The tokens before them must be in the cache.
+
+        Args:
+            features: the result of ``encode`` for the images of the contexts; () if there are none.
 
         Returns:
             Hidden states [n, d].
@@ -187,7 +198,11 @@ class CachedSampler:
         def attend(q: Tensor, *keys_values: Tensor) -> Tensor:
             return self.model.attention(q, *(x[columns] for x in keys_values), layout)
 
-        return self._run(self._tensor(tokens), layout.positions, columns[-n:], cache.keys_values, attend)
+        image_row = None if tree.image_row is None else self._tensor(tree.image_row[start:stop]).long()
+        x = F.embedding(self._tensor(tokens), self.model.embed_tokens.weight)
+        x, added = with_images(x, image_row, features)
+        rope_positions = self._tensor(tree.rope_positions[..., start:stop])
+        return self._run(x, added, rope_positions, columns[-n:], cache.keys_values, attend)
 
     def _extend(
         self, tokens: Tensor, offset: Tensor, cache: TreeCache, lists: DecodingLists | None
@@ -203,15 +218,24 @@ class CachedSampler:
         """
         position, column = cache.position + offset, cache.start + offset
         attend = partial(cache.attention, position=position, column=column.int(), lists=lists)
-        return self._logits(self._run(tokens, position, column, cache.keys_values, attend))
+        x, rope_position = F.embedding(tokens, self.model.embed_tokens.weight), cache.rope_position + offset
+        return self._logits(self._run(x, [], rope_position, column, cache.keys_values, attend))
 
     def _run(
-        self, tokens: Tensor, position: Tensor, column: Tensor, keys_values: Tensor, attend: Attend
+        self,
+        x: Tensor,
+        added: Sequence[Tensor],
+        position: Tensor,
+        column: Tensor,
+        keys_values: Tensor,
+        attend: Attend,
     ) -> Tensor:
         """Runs all layers on n tokens, and writes their keys and values to columns of a cache.
 
         Args:
-            tokens, position, column: [n].
+            x, added: see ``with_images``.
+            position: [n], or [3, n] with images: what rotary embeddings read.
+            column: [n].
             keys_values: [L, 2, M, K, D].
 
         Returns:
@@ -219,15 +243,17 @@ class CachedSampler:
         """
         model = self.model
         rope = model.make_rope(position)
-        x = F.embedding(tokens, model.embed_tokens.weight)
         is_compiled = model.execution.is_compiled
         before, after = (_compiled_before, _compiled_after) if is_compiled else (_before, _after)
+        rest = iter(added)
         for block, (keys, values) in zip(model.blocks, keys_values, strict=True):
             mixer = cast(Attention, block.mixer)
             q, k, v = before(block.input_layernorm, mixer, x, rope)
             keys.index_copy_(0, column, k)
             values.index_copy_(0, column, v)
             x = after(mixer, block.post_attention_layernorm, block.mlp, x, attend(q, keys, values))
+            if (more := next(rest, None)) is not None:
+                x = x + more
         return x
 
     def _logits(self, x: Tensor) -> Tensor:

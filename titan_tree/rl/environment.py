@@ -1,4 +1,4 @@
-"""Environments make tasks and answer the model's turns, in text. They know neither tokens nor models.
+"""Environments make tasks and answer the model's turns, without tokens and models.
 
 ``Desk`` is the smallest environment: a task of two turns and a tool, which a tiny model learns in minutes.
 

@@ -160,7 +160,10 @@ class EpisodeTrainer(Trainer, ABC):
         """Raises UserError if the model cannot read a path. Samplers with other weights have other limits."""
         config, experts = self.model.config, self.model.experts
         limits = ModelLimits(
-            config.max_position_embeddings, config.vocab_size, experts.sizes if experts else None
+            config.max_position_embeddings,
+            config.vocab_size,
+            experts.sizes if experts else None,
+            self.model.image_limits._replace(token_id=None),  # a policy may sample any id
         )
         for path in chain.from_iterable(by_task):
             path.check_limits(limits)

@@ -8,15 +8,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from titan_tree.distributed.gradient_sync import cast_weights
+from titan_tree.errors import UserError
 from titan_tree.models.pretrained import import_transformers
-from titan_tree.models.tree_model import TreeModel
+from titan_tree.models.tree_model import TreeModel, with_images
 from titan_tree.rl.cached_sampler import CachedSampler, is_dense_decoder
-from titan_tree.rl.sampler import Completion, Ids, Sampler, at_temperature, check_positions, draw, uniforms
+from titan_tree.rl.sampler import (
+    Completion,
+    Ids,
+    Sampler,
+    at_temperature,
+    check_positions,
+    distinct_contexts,
+    draw,
+    uniforms,
+)
 from titan_tree.rl.truncation import ALL_IDS, KeptIds, Truncation
+from titan_tree.tree.token_tree import TokenTree
 
 
 class GenerateSampler:
@@ -35,6 +47,8 @@ class GenerateSampler:
         UserError: transformers does not implement the model, or is not installed.
     """
 
+    reads_images = True
+
     def __init__(self, model: TreeModel, truncation: Truncation = ALL_IDS, temperature: float = 1.0) -> None:
         self.model, self.truncation, self.temperature = model, truncation, temperature
         import_transformers()  # raises UserError if the library is missing
@@ -49,21 +63,26 @@ class GenerateSampler:
         """See ``Sampler``. It is deterministic.
 
         Raises:
-            UserError: a context and its turn may exceed the model's positions.
+            UserError: a context and its turn may exceed the model's positions, or the model is Qwen3-VL and
+                contexts have images.
         """
         check_positions(contexts, max_tokens, self.model.config.max_position_embeddings)
-        distinct = {tuple(context): row for row, context in enumerate(dict.fromkeys(map(tuple, contexts)))}
-        tokens, mask = self._left_padded(list(distinct))
-        rows = self._tensor([distinct[tuple(context)] for context in contexts])
+        paths, numbers = distinct_contexts(contexts)
+        tree, rows = TokenTree.from_paths(paths), self._tensor(numbers)
+        index = self._left_padded([tree.indices_of(path) for path in range(len(paths))])
+        tokens, mask = self._tensor(tree.tokens)[index], (index >= 0).long()
+        positions = self._tensor(tree.rope_positions)[..., index]
         uniform = uniforms(seeds, max(max_tokens), self._device)
         record = _Record(self._tensor(max_tokens), uniform, self.truncation, self.temperature)
         with cast_weights(self.model):
-            cache = self._read(tokens, mask)
+            cache = self._read(tree, index, mask, positions)
             if cache is not None:
                 cache.reorder_cache(rows)
             out = self._generating.generate(
                 tokens[rows],
                 attention_mask=mask[rows],
+                # All axes of the position of text are equal, and contexts end with text.
+                position_ids=positions.view(-1, *tokens.shape)[0, rows],
                 past_key_values=cache,
                 do_sample=False,  # ``record`` draws the tokens
                 eos_token_id=list(stops),
@@ -87,31 +106,37 @@ class GenerateSampler:
     def _device(self) -> torch.device:
         return self.model.embedding_weight.device
 
-    def _tensor(self, values: Sequence[int] | Sequence[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self._device)
+    def _tensor(self, values: Sequence[int] | np.ndarray) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.long, device=self._device)
 
-    def _left_padded(self, contexts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
-        """Returns tokens and attention mask, [U, S] each. Padding is on the left, for ``generate``."""
-        size = max(map(len, contexts))
-        padding = [[0] * (size - len(context)) for context in contexts]
-        tokens = [[*zeros, *context] for zeros, context in zip(padding, contexts, strict=True)]
-        mask = [[*zeros, *[1] * len(context)] for zeros, context in zip(padding, contexts, strict=True)]
-        return self._tensor(tokens), self._tensor(mask)
+    def _left_padded(self, rows: Sequence[np.ndarray]) -> Tensor:
+        """Returns rows of indices as [U, S]. Padding is -1, and on the left, for ``generate``."""
+        size = max(map(len, rows))
+        return self._tensor(np.stack([np.pad(row, (size - len(row), 0), constant_values=-1) for row in rows]))
 
-    def _read(self, tokens: Tensor, mask: Tensor) -> Any:
+    def _read(self, tree: TokenTree, index: Tensor, mask: Tensor, positions: Tensor) -> Any:
         """Returns transformers' cache of all but the last token of each context; None for 1 or 2 columns.
 
         ``generate`` reads so few itself. A pass over one column would put padding into recurrent states,
         because transformers takes it for a decoding step, which has no padding.
         """
-        if tokens.shape[1] <= 2:
+        if index.shape[1] <= 2:
             return None
-        positions = (mask.cumsum(1) - 1).clamp_min(0)
+        tokens, inputs = self._tensor(tree.tokens), {}
+        if tree.image_row is None:
+            inputs["input_ids"] = tokens[index[:, :-1]]
+        elif not hasattr(self._generating.base_model.rotary_emb, "mrope_section"):
+            raise UserError(
+                f"GenerateSampler: expected Qwen3.5 for contexts with images, got {self.model.family}; let "
+                "CachedSampler or a server sample (rl.server.url)"
+            )
+        else:
+            features = self.model.encode([torch.from_numpy(image.pixels) for image in tree.images])
+            x = self.model.embedding_weight[tokens]
+            x, _ = with_images(x, self._tensor(tree.image_row), features)
+            inputs["inputs_embeds"] = x[index[:, :-1]]
         out = self._generating.base_model(
-            input_ids=tokens[:, :-1],
-            attention_mask=mask[:, :-1],
-            position_ids=positions[:, :-1],
-            use_cache=True,
+            **inputs, attention_mask=mask[:, :-1], position_ids=positions[..., :-1], use_cache=True
         )
         return out.past_key_values
 

@@ -18,9 +18,10 @@ import numpy as np
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.components.tree_tokenizer.hf_files import template_ends
 from titan_tree.data.advantages import advantages
+from titan_tree.data.images import with_loaded_images
 from titan_tree.errors import UserError, errors_at, shorten
 from titan_tree.rl.environment import Episode, Message, Reply
-from titan_tree.rl.sampler import Sampler
+from titan_tree.rl.sampler import Completion, Context, Ids, Sampler, context_images
 from titan_tree.tree.paths import TokenPath
 
 # Placeholders for any question, and for any turn of the model, whose text occurs nowhere else.
@@ -34,7 +35,7 @@ class Rollout:
     """One trajectory of T tokens on a task. It has one context, or several if the environment compacts them.
 
     Attributes:
-        tokens: [T] token ids of all contexts, one after another. A turn sees only its own context.
+        tokens: [T] token ids and images of all contexts, one after another. A turn sees only its own context.
         mask: [T] 1 for a sampled token, else 0.
         logprobs: [T] log-probs of sampled tokens in nats, as the sampler reported them, else 0.
         starts: index of the first token of each turn of the model.
@@ -49,7 +50,7 @@ class Rollout:
     """
 
     episode: Episode
-    tokens: list[int] = field(default_factory=list)
+    tokens: Context = field(default_factory=Context)
     mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -62,14 +63,15 @@ class Rollout:
     kept: list[Sequence[int] | np.ndarray] = field(default_factory=list)
 
     @property
-    def context(self) -> list[int]:
-        """The tokens of the newest context."""
-        return self.tokens[self.contexts[-1] :]
+    def context(self) -> Context:
+        """The newest context."""
+        return self.tokens.part(self.contexts[-1], len(self.tokens))
 
-    def read(self, tokens: Sequence[int], new_context: bool = False) -> None:
+    def read(self, tokens: Ids, new_context: bool = False) -> None:
         """Appends tokens that the model reads, to the newest context or as a new one."""
         if new_context:
             self.contexts.append(len(self.tokens))
+        self.tokens.images += tuple((len(self.tokens) + at, image) for at, image in context_images(tokens))
         self._append(tokens, [0.0] * len(tokens), 0, [()] * len(tokens))
 
     def write(
@@ -91,7 +93,7 @@ class Rollout:
         contexts = [start for start in self.contexts if start < end]
         return Rollout(
             episode=self.episode,
-            tokens=self.tokens[:end],
+            tokens=self.tokens.part(0, end),
             mask=self.mask[:end],
             logprobs=self.logprobs[:end],
             kept=self.kept[:end],
@@ -114,12 +116,13 @@ class Rollout:
         ends = [*self.contexts[1:], len(self.tokens)]
         paths = [
             TokenPath(
-                self.tokens[start:end],
+                (part := self.tokens.part(start, end)),
                 self.mask[start:end],
                 advantage=advantage[start:end],
                 old_logprobs=self.logprobs[start:end],
                 routed_experts=self.experts[i] if self.experts else None,
                 sampling_mask=self.kept[start:end],
+                images=part.images,
                 id=name if len(ends) == 1 else f"{name}/{i}",
             )
             for i, (start, end) in enumerate(zip(self.contexts, ends, strict=True))
@@ -189,16 +192,16 @@ class Chat:
             rollout.read(tokens)
         return rollouts
 
-    def prompt(self, episode: Episode, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, episode: Episode, messages: Sequence[Message]) -> Context:
         """Returns what the model reads before its first turn of a context that begins with ``messages``."""
         tokens, size, _ = self._answered(messages, getattr(episode, "tools", None))
-        return tokens[:size]
+        return tokens.part(0, size)
 
     def text(self, turn: Sequence[int]) -> str:
         """Returns the text of a turn without the id that ends it."""
         return self.tokenizer.decode(turn[:-1] if turn and turn[-1] in self.ends else turn)
 
-    def observation(self, messages: Sequence[Message], end: int) -> list[int]:
+    def observation(self, messages: Sequence[Message], end: int) -> Context:
         """Returns what the template writes between a turn that ended with the id ``end`` and the next one.
 
         ``end`` takes the place of the token that ends the turn there, which may be another one, as in
@@ -219,16 +222,17 @@ class Chat:
         for ids in (self.ends, self.tokenizer.special_tokens.values()):
             for i in range(start, size):
                 if (token := tokens[i]) in ids:
-                    return tokens[i + (token == end or token not in self.ends) : size]
-        return tokens[start:size]
+                    return tokens.part(i + (token == end or token not in self.ends), size)
+        return tokens.part(start, size)
 
     def _answered(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None
-    ) -> tuple[list[int], int, int]:
+    ) -> tuple[Context, int, int]:
         """Returns (tokens of ``messages`` and an answer, start of the answer, end of the answer)."""
-        (path,) = self.tokenizer.samples([*messages, ANSWER], tools, turns="last", **self.variables)
+        messages = with_loaded_images([*messages, ANSWER], "", {})
+        (path,) = self.tokenizer.samples(messages, tools, turns="last", **self.variables)
         answer = np.flatnonzero(path.loss_mask)
-        return path.tokens.tolist(), int(answer[0]), int(answer[-1]) + 1
+        return Context(path.tokens.tolist(), path.images), int(answer[0]), int(answer[-1]) + 1
 
 
 def branches(rollouts: Sequence[Rollout], number: int, draw: random.Random) -> list[Rollout]:
@@ -255,7 +259,7 @@ def play(
 ) -> None:
     """Samples all rollouts to their end. Each round samples the next turn of all unfinished rollouts.
 
-    A rollout that reaches a limit is cut off.
+    A rollout that reaches a limit is cut off, or that writes a placeholder of images in a context with some.
 
     Args:
         seeds: one per rollout. Equal seeds give equal rollouts if the weights and all other rollouts are
@@ -279,12 +283,28 @@ def play(
         contexts = [rollout.context for rollout, _ in unfinished]
         max_tokens = [min(max_turn_tokens, max_rollout_tokens - len(context)) for context in contexts]
         turn_seeds = [random.Random(f"{seed}/{turn}").getrandbits(62) for _, seed in unfinished]
+        if any(context.images for context in contexts) and not getattr(sampler, "reads_images", False):
+            raise UserError(
+                f"{type(sampler).__name__}: expected a sampler that reads images, because the environment "
+                "shows some; choose another one, or set its attribute reads_images"
+            )
         completions = sampler.sample(contexts, max_tokens, chat.ends, turn_seeds)
         for (rollout, _), completion in zip(unfinished, completions, strict=True):
-            rollout.write(*completion)
+            rollout.write(*_cut_at_placeholder(completion, rollout.context))
             _answer(rollout, chat, max_rollout_tokens)
         unfinished = [(rollout, seed) for rollout, seed in unfinished if rollout.reward is None]
         turn += 1
+
+
+def _cut_at_placeholder(turn: Completion, context: Context) -> Completion:
+    """Returns a turn up to the first token, if any, that stands for images in its context."""
+    placeholders = {context[at] for at, _ in context.images}
+    size = next((i for i, token in enumerate(turn.tokens, 1) if token in placeholders), None)
+    if size is None:
+        return turn
+    experts = None if turn.experts is None else turn.experts[: len(context) + size]
+    mask = None if turn.sampling_mask is None else turn.sampling_mask[:size]
+    return Completion(turn.tokens[:size], turn.logprobs[:size], experts, mask)
 
 
 def _answer(rollout: Rollout, chat: Chat, max_rollout_tokens: int) -> None:
@@ -320,7 +340,7 @@ def token_paths(
         advantage: the estimator, a name in ``ADVANTAGES``.
         options: keyword arguments for the estimator.
     """
-    histories = [TokenPath(rollout.tokens, rollout.mask) for rollout in rollouts]
+    histories = [TokenPath(each.tokens, each.mask, images=each.tokens.images) for each in rollouts]
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     inherited = [rollout.inherited for rollout in rollouts]
     values = advantages(advantage, histories, rewards, inherited=inherited, **options)

@@ -14,6 +14,7 @@ import torch
 from titan_tree.components.tree_loss.settings import LossConfig
 from titan_tree.config.plugins import imports_refused
 from titan_tree.config.toml import load_tables
+from titan_tree.data.images import with_loaded_images
 from titan_tree.distributed.collectives import call_and_gather, call_on_all_ranks
 from titan_tree.distributed.gradient_sync import unsharded
 from titan_tree.distributed.settings import LRSchedulerConfig
@@ -79,7 +80,7 @@ class WarmStart(EpisodeTrainer):
                     path
                     for messages in demonstrations
                     for path in self.tokenizer.samples(
-                        messages, tools, turns="whole", **self.config.data.sample
+                        with_loaded_images(messages, "", {}), tools, turns="whole", **self.config.data.sample
                     )
                 ]
             )

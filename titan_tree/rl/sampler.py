@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -20,11 +20,31 @@ from torch import Tensor
 
 from titan_tree.errors import UserError
 from titan_tree.models.tree_model import TreeModel
+from titan_tree.tree.images import PathImages
+from titan_tree.tree.paths import TokenPath
 
 T = TypeVar("T")
 Ids = Sequence[int]  # of tokens
 
 UNIT = 2.0**40  # the integer that stands for probability 1
+
+
+class Context(list[int]):
+    """Token ids with the images that they show, see ``TokenPath``."""
+
+    def __init__(self, tokens: Iterable[int] = (), images: PathImages = ()) -> None:
+        super().__init__(tokens)
+        self.images = images
+
+    def part(self, start: int, stop: int) -> Context:
+        """Returns the tokens start .. stop - 1, and the images that begin among them."""
+        images = tuple((at - start, image) for at, image in self.images if start <= at < stop)
+        return Context(self[start:stop], images)
+
+
+def context_images(context: Ids) -> PathImages:
+    """Returns the images of a context. A plain list has none."""
+    return context.images if isinstance(context, Context) else ()
 
 
 class Completion(NamedTuple):
@@ -53,7 +73,8 @@ class Sampler(Protocol):
         """Samples one turn for each context, in the same order.
 
         Args:
-            contexts: token ids. Several may be equal.
+            contexts: token ids. Several may be equal. Those with images are of type ``Context``, and only
+                samplers with an attribute ``reads_images`` that is true get them.
             max_tokens: maximal number of tokens of each turn.
             stops: the ids that end a turn.
             seeds: a number from 0 to 2**62 for each turn. A deterministic sampler returns the same turns for
@@ -90,6 +111,25 @@ def check_positions(contexts: Sequence[Sequence[int]], max_tokens: Sequence[int]
             f"rl.max_rollout_tokens: expected at most the model's {num_positions:,} positions, got {size:,} "
             "for a context and its turn; lower it"
         )
+
+
+def distinct_contexts(contexts: Sequence[Ids]) -> tuple[list[TokenPath], list[int]]:
+    """Returns the distinct contexts as paths, and for each context the number of its path.
+
+    Raises:
+        UserError: images do not fit a context, or a context ends with one.
+    """
+    paths: dict[tuple[object, ...], TokenPath] = {}
+    keys = []
+    for context in contexts:
+        images = context_images(context)
+        if any(start + len(image) == len(context) for start, image in images):
+            raise UserError("a context: expected text behind its last image, with which the turn begins")
+        keys.append((tuple(context), *((start, image.key) for start, image in images)))
+        if keys[-1] not in paths:
+            paths[keys[-1]] = TokenPath(context, np.zeros(len(context)), images=images)
+    numbers = {key: number for number, key in enumerate(paths)}
+    return list(paths.values()), [numbers[key] for key in keys]
 
 
 def uniforms(seeds: Sequence[int], number: int, device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from titan_tree.components.backends import PLAIN
 from titan_tree.components.tree_attention import triton_kernels
 from titan_tree.components.tree_attention.block_lists import DecodingLists, decoding_lists
-from titan_tree.tree.paths import TokenPath
+from titan_tree.rl.sampler import Ids, distinct_contexts
 from titan_tree.tree.token_tree import TokenTree
 
 
@@ -45,11 +45,10 @@ class Forest(NamedTuple):
     end: np.ndarray
 
     @staticmethod
-    def of(contexts: Sequence[Sequence[int]], size: int) -> Forest:
+    def of(contexts: Sequence[Ids], size: int) -> Forest:
         """Returns the forest of one row per context, of which several may be equal, and turns of size T."""
-        numbers: dict[tuple[int, ...], int] = {}
-        path = np.array([numbers.setdefault(tuple(context), len(numbers)) for context in contexts])
-        tree = TokenTree.from_paths([TokenPath(context) for context in numbers])
+        paths, numbers = distinct_contexts(contexts)
+        path, tree = np.array(numbers), TokenTree.from_paths(paths)
         last = tree.path_index[tree.path_offsets[path + 1] - 1].astype(np.int64)
         row = last.argsort(kind="stable")
         last, path = last[row], path[row]
@@ -69,7 +68,8 @@ class TreeCache(NamedTuple):
         keys_values: [L, 2, M, K, D].
         end: [M] int32, see ``Forest``.
         start: [B], the column of the first token of each turn.
-        position: [B], the position of this token.
+        position: [B], the position of this token, which is the size of the context.
+        rope_position: [B], what rotary embeddings read instead, which is less behind images.
         size: T.
         seen: [B, P + T], the columns of each row's context of up to P tokens, and of its turn. None if the
             kernel ``decode`` computes attention: on a GPU, unless it refuses the dtype or the head dim.
@@ -79,6 +79,7 @@ class TreeCache(NamedTuple):
     end: Tensor
     start: Tensor
     position: Tensor
+    rope_position: Tensor
     size: int
     seen: Tensor | None
 
@@ -87,6 +88,7 @@ class TreeCache(NamedTuple):
         """Returns the cache of a forest with turns of this size. ``keys_values`` must hold zeros."""
         device = keys_values.device
         position = forest.contexts.positions[forest.last] + 1
+        rope_position = forest.contexts.rope_positions[..., forest.last] + 1
         seen, (keys, values) = None, keys_values[0]
         if device.type == "cpu" or triton_kernels.refusal(keys, values, PLAIN, deterministic=False):
             seen = torch.zeros(len(position), position.max() + size, dtype=torch.long)
@@ -94,13 +96,17 @@ class TreeCache(NamedTuple):
                 columns = np.append(forest.column[forest.contexts.indices_of(i)], start + np.arange(size))
                 seen[row, : len(columns)] = torch.from_numpy(columns)
             seen = seen.to(device)
-        end, start, position = (torch.from_numpy(x).to(device) for x in (forest.end, forest.start, position))
-        return TreeCache(keys_values, end, start, position, size, seen)
+        # All axes of the position of text are equal.
+        rope_position = rope_position.reshape(-1, len(position))[0]
+        arrays = forest.end, forest.start, position, rope_position
+        end, start, depth, rope = (torch.from_numpy(x).to(device) for x in arrays)
+        return TreeCache(keys_values, end, start, depth, rope, size, seen)
 
     def select(self, rows: Tensor) -> TreeCache:
         """Returns the cache of some rows. It shares the memory of keys and values."""
         seen = None if self.seen is None else self.seen[rows]
-        return self._replace(start=self.start[rows], position=self.position[rows], seen=seen)
+        start, position, rope_position = (x[rows] for x in (self.start, self.position, self.rope_position))
+        return self._replace(start=start, position=position, rope_position=rope_position, seen=seen)
 
     def block_lists(self, num_columns: int) -> DecodingLists | None:
         """Returns what ``decode`` reads for the first ``num_columns`` of each turn; with ``seen``, None."""

@@ -70,6 +70,8 @@ class ServerSampler:
         UserError: a setting is wrong.
     """
 
+    reads_images = True
+
     def __init__(
         self,
         url: str | list[str],
@@ -194,7 +196,7 @@ class ServerSampler:
         if self._is_closed:
             raise StoppedError(client.url)
         request = self.vllm.sampling_request(context, limit, stops, seed)
-        answer = client.post(self.vllm.sampling_path, request, self._largest(len(context) + limit))
+        answer = client.post(self.vllm.sampling_path(context), request, self._largest(len(context) + limit))
         with errors_at(client.url):
             completion = self.vllm.completion(answer, context, limit, stops)
         if not self.vllm.is_bound(answer):

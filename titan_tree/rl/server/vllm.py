@@ -10,14 +10,16 @@ from __future__ import annotations
 import base64
 import io
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from titan_tree.errors import UserError, shorten
-from titan_tree.rl.sampler import Completion, Ids
+from titan_tree.rl.sampler import Completion, Ids, context_images
 from titan_tree.rl.server.client import Json, ServerClient
 from titan_tree.rl.truncation import Truncation
+from titan_tree.tree.images import Image
 from titan_tree.tree.path_fields import MAX_LOGPROB
 from titan_tree.tree.paths import ExpertSizes
 
@@ -29,7 +31,9 @@ class VLLM:
     """A server of vLLM, which samples through OpenAI's completions API with vLLM's fields.
 
     OpenAI's own API has no token ids in its answers. The field return_token_ids adds them. Sampling masks
-    come from vLLM's own endpoint /inference/v1/generate alone (docs/features/sampling_mask.md there).
+    come from vLLM's own endpoint /inference/v1/generate alone (docs/features/sampling_mask.md there), which
+    also takes images beside token ids: in the field content_parts, as PNG files. The server replaces the one
+    placeholder of each image by as many as the image has tokens, and returns all ids.
 
     Args:
         model: name under which vLLM serves the model.
@@ -43,18 +47,24 @@ class VLLM:
     truncation: Truncation
     adapter: str | None = None
 
-    @property
-    def sampling_path(self) -> str:
-        """The path of requests that sample."""
-        return "/inference/v1/generate" if self.truncation.is_on else "/v1/completions"
+    def sampling_path(self, context: Ids) -> str:
+        """Returns the path of requests that sample."""
+        uses_own = self.truncation.is_on or context_images(context)
+        return "/inference/v1/generate" if uses_own else "/v1/completions"
 
     def sampling_request(self, context: Ids, limit: int, stops: Ids, seed: int) -> Json:
         """Returns the body of a request for one turn of at most ``limit`` tokens."""
-        model, settings = {"model": self.adapter or self.model}, sampling_settings(self.truncation)
+        request: Json = {"model": self.adapter or self.model, "return_token_ids": True}
+        settings = sampling_settings(self.truncation)
         settings |= {"max_tokens": limit, "n": 1, "logprobs": 1, "seed": seed, "stop_token_ids": list(stops)}
-        if self.truncation.is_on:
-            return model | {"token_ids": list(context), "sampling_params": settings}
-        return model | settings | {"prompt": list(context), "return_token_ids": True}
+        if self.sampling_path(context) == "/v1/completions":
+            return request | settings | {"prompt": list(context)}
+        images = context_images(context)
+        if images:
+            request["content_parts"] = [{"type": "image_url", "url": _png(image)} for _, image in images]
+        repeated = {at for start, image in images for at in range(start + 1, start + len(image))}
+        ids = [token for at, token in enumerate(context) if at not in repeated]
+        return request | {"token_ids": ids, "sampling_params": settings}
 
     def completion(self, answer: Json, context: Ids, limit: int, stops: Ids) -> Completion:
         """Returns the turn in the JSON of the answer to such a request.
@@ -65,10 +75,10 @@ class VLLM:
         try:
             (choice,) = answer["choices"]
             tokens, logprobs = choice["token_ids"], choice["logprobs"]
-            if self.truncation.is_on:
-                logprobs = [token["logprob"] for token in logprobs["content"]]
-            else:
+            if self.sampling_path(context) == "/v1/completions":
                 logprobs = logprobs["token_logprobs"]
+            else:
+                logprobs = [token["logprob"] for token in logprobs["content"]]
             num_read, num_tokens = (answer["usage"][f"{kind}_tokens"] for kind in ("prompt", "completion"))
             finish = choice["finish_reason"]
         except (KeyError, TypeError, ValueError) as error:
@@ -82,6 +92,13 @@ class VLLM:
             raise UserError(
                 f"expected an answer of the model {shorten(expected)}, got one of {shorten(model)}; check "
                 "rl.server.url"
+            )
+        if (images := context_images(context)) and (ids := answer.get("prompt_token_ids")) != list(context):
+            sizes = ", ".join(f"{image.rows} x {image.columns}" for _, image in images)
+            raise UserError(
+                f"expected {len(context)} prompt_token_ids, with images of {sizes} tokens, got "
+                f"{len(ids) if isinstance(ids, list) else ids!r:.40}; use vLLM 0.32 or later, and a snapshot "
+                "whose preprocessor_config.json leaves these sizes as they are"
             )
         if num_read != len(context):
             raise UserError(
@@ -146,6 +163,16 @@ def sampling_settings(truncation: Truncation) -> Json:
     """Returns all settings at temperature 1. Some models' generation_config.json sets other defaults."""
     kept = {"top_p": truncation.top_p, "top_k": truncation.top_k or -1, "min_p": truncation.min_p}
     return {"temperature": 1.0, "repetition_penalty": 1.0} | kept
+
+
+@lru_cache(256)  # a context repeats its images in every turn, and rollouts of a task share some
+def _png(image: Image) -> str:
+    """Returns the pixels as a data: URL, without loss."""
+    from PIL import Image as Pillow
+
+    file = io.BytesIO()
+    Pillow.fromarray(image.pixels).save(file, "PNG", compress_level=1)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def _context_ids(answer: Json) -> list[Json]:
