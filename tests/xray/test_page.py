@@ -377,6 +377,39 @@ def test_the_switch_hides_all_text(page: Any) -> None:
     page.locator("#hide-text").uncheck()
 
 
+def test_an_image_shows_its_picture_unless_texts_are_hidden(browser: Any, tmp_path: Path) -> None:
+    content = full_payload()
+    tree = content["trees"][BRANCHING]
+    dots = "data:image/gif;base64,R0lGODdhAgABAIEAAP8AAAAAAAAAAAAAACwAAAAAAgABAAAIBQABAAgIADs="
+    content["images"] = [
+        {"size": [1280, 640], "tokens": 800, "picture": dots},
+        {"size": [32, 64], "tokens": 2, "picture": None},
+    ]
+    tree["image"] = [0, 1] + [-1] * (len(tree["tokens"]) - 2)
+    page = open_page(browser, content, tmp_path)
+    show(page, BRANCHING)
+    page.mouse.move(*middle(page, 0))
+    page.evaluate("xray.icicle.pin(0)")
+    for place in ("#tip", "#panel"):
+        image = page.locator(f"{place} img")
+        assert image.evaluate("x => x.decode().then(() => [x.naturalWidth, x.width / x.height])") == [2, 2]
+        assert image.get_attribute("alt") == tree["text"][0]
+        assert "pixels\n1280 x 640" in page.locator(place).inner_text()
+    page.evaluate("xray.icicle.pin(1)")
+    assert page.locator("#panel img").count() == 0
+    assert "no picture, see the notes above" in page.locator("#panel").inner_text()
+    page.evaluate("xray.icicle.pin(2)")
+    assert "pixels" not in page.locator("#panel").inner_text()
+    page.evaluate("xray.icicle.pin(0)")
+    page.locator("#hide-text").check()
+    page.mouse.move(*middle(page, 1))
+    page.mouse.move(*middle(page, 0))
+    assert page.locator("img").count() == 0
+    assert page.errors == []
+    assert set(page.requests) <= {page.url, dots}  # some versions list data: URLs
+    page.close()
+
+
 def test_names_are_text_and_plots_are_drawn(page: Any) -> None:
     data = full_payload()
     assert page.locator("#name").inner_text() == "<b>name</b>"

@@ -265,6 +265,8 @@ def test_branches_do_not_count_tokens_twice(tmp_path):
         "n_leaf": 19,
         "n_tree": 13,
         "points": 3,
+        "path_images": 0,
+        "images": 0,
     }
 
 

@@ -6,12 +6,14 @@ titan-tree chat /models/Qwen3-1.7B --temperature 0.7 --system "Answer briefly."
 titan-tree chat outputs/demo --task                what the run learned best, before and after training
 echo "How many caps?" | titan-tree chat outputs/demo
 
-Each line is a message. /reset forgets the conversation; /quit, Ctrl-D and Ctrl-C end it.
+Each line is a message. /image FILE shows an image before the next one, if the model reads images; /reset
+forgets the conversation; /quit, Ctrl-D and Ctrl-C end it.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from datetime import date
@@ -25,6 +27,8 @@ from titan_tree.errors import UserError, printable
 if TYPE_CHECKING:
     from titan_tree.components.tree_tokenizer import TreeTokenizer
     from titan_tree.models.tree_model import TreeModel
+    from titan_tree.rl.environment import Message
+    from titan_tree.rl.sampler import Context
     from titan_tree.run.saved_model import SavedModel
 
 SHOWN_CHARACTERS = 600  # of a task's prompt; the end counts
@@ -60,7 +64,9 @@ def run(args: argparse.Namespace) -> None:
     """Runs ``titan-tree chat``. Raises UserError if there is no such model."""
     import torch
 
+    from titan_tree.data.images import load_image
     from titan_tree.run.saved_model import SavedModel
+    from titan_tree.tree.images import NO_TOWER
 
     saved = SavedModel.at(args.model, args.plugins)
     tokenizer = saved.tokenizer(args.tokenizer, args.template)
@@ -69,18 +75,31 @@ def run(args: argparse.Namespace) -> None:
         show_task(saved, tokenizer, device)
         return
     speaker = Speaker(saved.model(device), tokenizer, args.temperature)
-    print(f"{printable(str(saved.checkpoint or saved.snapshot))}; /reset, /quit", file=sys.stderr)
+    commands = ["/image FILE"] * (speaker.model.visual is not None) + ["/reset", "/quit"]
+    print(f"{printable(str(saved.checkpoint or saved.snapshot))}; {', '.join(commands)}", file=sys.stderr)
     start = [] if args.system is None else [{"role": "system", "content": args.system}]
-    messages = [*start]
+    messages: list[Message] = [*start]
+    images: list[Message] = []  # parts of the next message
     for line in _lines():
         if line in ("/quit", "/exit"):
             return
         if line == "/reset":
-            messages = [*start]
+            messages, images = [*start], []
+        elif line.startswith("/image "):
+            source = os.path.expanduser(line.removeprefix("/image").strip())
+            try:
+                if speaker.model.visual is None:
+                    raise UserError(NO_TOWER)
+                images.append({"type": "image", "image": load_image(source, "")})
+            except UserError as error:
+                print(f"/image: {error}", file=sys.stderr)
         elif line.startswith("/"):
-            print(f"unknown command {printable(line.split()[0])}; expected /reset or /quit", file=sys.stderr)
+            expected = " or ".join(commands)
+            print(f"unknown command {printable(line.split()[0])}; expected {expected}", file=sys.stderr)
         elif line:
-            messages.append({"role": "user", "content": line})
+            content = [*images, {"type": "text", "text": line}] if images else line
+            messages.append({"role": "user", "content": content})
+            images = []
             answer, is_finished = speaker.answer(messages, args.max_tokens, args.seed + len(messages))
             print(shown(answer), flush=True)
             if not answer.strip():
@@ -102,13 +121,13 @@ class Speaker:
         from titan_tree.rl.rollouts import Chat
         from titan_tree.rl.truncation import ALL_IDS, Truncation
 
-        self.positions: int = model.config.max_position_embeddings
+        self.model = model
         today = {"date": date.today().isoformat()} if "date" in tokenizer.template_variables else {}
         self.chat = Chat(tokenizer, today)
         truncation = ALL_IDS if temperature else Truncation(top_k=1)
         self.sampler = default_sampler(model, truncation, temperature or 1.0)
 
-    def answer(self, messages: list[dict[str, str]], max_tokens: int, seed: int) -> tuple[str, bool]:
+    def answer(self, messages: list[Message], max_tokens: int, seed: int) -> tuple[str, bool]:
         """Returns the answer to a conversation, and whether the model ended it.
 
         Raises:
@@ -116,12 +135,16 @@ class Speaker:
         """
         return self.continued(self.chat.prompt(SimpleNamespace(), messages), max_tokens, seed)
 
-    def continued(self, context: list[int], max_tokens: int, seed: int = 0) -> tuple[str, bool]:
+    def continued(self, context: Context, max_tokens: int, seed: int = 0) -> tuple[str, bool]:
         """Returns the text that follows token ids, and whether the model ended it. Raises as ``answer``."""
-        room = self.positions - len(context)
+        import numpy as np
+
+        self.model.image_limits.check(np.array(context), context.images)
+        positions: int = self.model.config.max_position_embeddings
+        room = positions - len(context)
         if room < 1:
             raise UserError(
-                f"the conversation has {len(context):,} tokens, but the model has {self.positions:,} "
+                f"the conversation has {len(context):,} tokens, but the model has {positions:,} "
                 "positions; start again, or use /reset earlier"
             )
         (turn,) = self.sampler.sample([context], [min(max_tokens, room)], self.chat.ends, [seed])
@@ -140,6 +163,7 @@ def show_task(saved: SavedModel, tokenizer: TreeTokenizer, device: object) -> No
     import torch
 
     from titan_tree.data.sample_reader import SampleReader
+    from titan_tree.rl.sampler import Context
     from titan_tree.scoring.score_trees import score_paths
 
     assert isinstance(device, torch.device)
@@ -156,11 +180,11 @@ def show_task(saved: SavedModel, tokenizer: TreeTokenizer, device: object) -> No
         for score, path in zip(score_paths(model, paths, saved.config.data.max_tokens), paths, strict=True)
     ]
     speaker = Speaker(model, tokenizer)
-    tries: list[tuple[list[int], list[int], str]] = []  # prompts, with answers of the data and of the model
+    tries: list[tuple[Context, list[int], str]] = []  # prompts, with answers of the data and of the model
     for index in sorted(range(len(paths)), key=least.__getitem__, reverse=True)[:TRIES]:
         path = paths[index]
         trained = np.flatnonzero(path.loss_mask[1:]) + 1  # nothing predicts the first token
-        context = path.tokens[: trained[0]].tolist()
+        context = Context(path.tokens.tolist(), path.images).part(0, int(trained[0]))
         wanted = path.tokens[trained[0] : trained[-1] + 1].tolist()
         after, _ = speaker.continued(context, 2 * len(wanted))
         tries.append((context, wanted, after))

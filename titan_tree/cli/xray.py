@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--no-text",
         action="store_true",
-        help="leave out all texts and ids, so that the numbers can be shared",
+        help="leave out all texts, ids and pictures, so that the numbers can be shared",
     )
     add("--show-secrets", action="store_true", help="do not hide what looks like keys and passwords")
     for option, meaning in (

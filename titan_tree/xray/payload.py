@@ -1,15 +1,18 @@
 """All trees of some sources -> the payload: one JSON object, which the page and --json show.
 
-    {"version", "name", "tokenizer": its name or "bytes", "sentences": [3 texts], "notes": [texts],
-     "totals": {"groups", "samples", "calls", "n_calls", "n_flat", "n_leaf", "n_tree", "points"},
-     "kinds": [names], "repeats": [tokens per kind], "reasons": [[reason, branch points, tokens], ...],
-     "skipped": {what: count}, "estimators": {name: what it computes}, "trees": [...]}
+    {"version", "name", "tokenizer": its name or "bytes", "sentences": [texts], "notes": [texts],
+     "totals": {"groups", "samples", "calls", "n_calls", "n_flat", "n_leaf", "n_tree", "points",
+                "path_images": images on all paths, "images": distinct ones of each tree},
+     "images": see pictures.py, "kinds": [names], "repeats": [tokens per kind],
+     "reasons": [[reason, branch points, tokens], ...], "skipped": {what: count},
+     "estimators": {name: what it computes}, "trees": [...]}
 
 A tree is {"id", "n_calls", "n_flat", "n_leaf", "n_tree"}, columns with one entry per segment (segments.py):
-"parent", "tokens", "paths", "calls", "trained", "kind", "text", "reason", perhaps "logprob", and its
-samples: {"segment", "turns", "rollout", "reward", "advantage", "weight"}. "turns" are the first and the last
-segment of each answer, and "advantage" has one number for each. If every sample has a reward, the tree has
-"advantages": by estimator, with its default options, one number for each answer of all samples in order.
+"parent", "tokens", "paths", "calls", "trained", "kind", "text", "reason", perhaps "logprob" and "image" (its
+number, or -1), and its samples: {"segment", "turns", "rollout", "reward", "advantage", "weight"}. "turns"
+are the first and the last segment of each answer, and "advantage" has one number for each. If every sample
+has a reward, the tree has "advantages": by estimator, with its default options, one number for each answer of
+all samples in order.
 """
 
 from __future__ import annotations
@@ -31,11 +34,12 @@ from titan_tree.errors import UserError, count
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 from titan_tree.xray.credit import answer_advantages, estimators
+from titan_tree.xray.pictures import Pictures
 from titan_tree.xray.rendering import IMAGE, KINDS, KindFinder, RenderedPath, Renderer
 from titan_tree.xray.runs import Curves
 from titan_tree.xray.secrets import CONTEXT, Secrets
 from titan_tree.xray.segments import Segments, find_reasons, find_segments, logprobs, texts
-from titan_tree.xray.sentences import ratio, sentences
+from titan_tree.xray.sentences import encodings, ratio, sentences
 from titan_tree.xray.sources import ENDINGS, PACKED, Sources
 
 VERSION = 1
@@ -71,7 +75,7 @@ class Xray:
         sources: the groups.
         renderer: makes paths of them.
         name: the title of the page.
-        has_text: whether segments show how their texts begin.
+        has_text: whether segments show how their texts begin, and images small pictures.
         max_tokens: sizes of partitions to draw.
         ranks: numbers of ranks to distribute the trees over.
         curves: the curves of the run whose data the sources are; None: they are no run's.
@@ -93,6 +97,7 @@ class Xray:
         self._has_text, self._max_tokens, self._ranks = has_text, max_tokens, ranks
         self._curves = curves
         self._secrets = Secrets(not has_secrets)
+        self._pictures = Pictures(has_text)
         self._shown: list[dict[str, Any]] = []  # samples of a run
         self._kinds = KindFinder(renderer.tokenizer)
         self._ungrouped = UngroupedLines()
@@ -100,7 +105,7 @@ class Xray:
         self._repeats = np.zeros(len(KINDS), np.int64)
         self._reasons: dict[str, Reason] = {}
         self._totals: Counter[str] = Counter(
-            dict.fromkeys(("groups", "samples", "calls", *SUMS, "points"), 0)
+            dict.fromkeys(("groups", "samples", "calls", *SUMS, "points", "path_images", "images"), 0)
         )
         self._sizes: list[np.ndarray] = []  # of the trees, for ranks
         self._hidden: list[float] = []  # tokens of prompts that sessions leave out, estimated
@@ -141,9 +146,13 @@ class Xray:
             "version": VERSION,
             "name": self._name,
             "tokenizer": "bytes" if self._renderer.has_bytes else "tokens",
-            "sentences": sentences(self._totals, repeats, reasons, unit, bool(self._hidden)),
+            "sentences": [
+                *sentences(self._totals, repeats, reasons, unit, bool(self._hidden)),
+                *encodings(self._totals),
+            ],
             "notes": self._notes(),
             "totals": dict(self._totals),
+            "images": self._pictures.images,
             "kinds": list(KINDS),
             "repeats": repeats,
             "reasons": reasons,
@@ -188,7 +197,8 @@ class Xray:
             "n_tree": stats.n_tree,
         }
         counts = {"groups": 1, "samples": len(rendered), "calls": segments.num_calls, "points": total}
-        self._totals.update(sizes | counts)
+        images = {"path_images": sum(len(path.images) for path in tree.paths), "images": len(tree.images)}
+        self._totals.update(sizes | counts | images)
         self._repeats += segments.repeated()
         scored = logprobs(tree, segments)
         samples = list(_samples(segments, rendered, self._has_text))
@@ -210,6 +220,7 @@ class Xray:
                     for i in range(len(segments.first))
                 ],
                 **({} if scored is None else {"logprob": scored[0], "loss": scored[1]}),
+                **({} if tree.image_row is None else {"image": self._images(tree, segments)}),
                 "samples": samples,
                 "advantages": answer_advantages(segments, samples),
                 "partitions": {str(size): _partitions(tree, segments, size) for size in self._max_tokens},
@@ -232,6 +243,13 @@ class Xray:
         if tree.image_row is not None:
             kinds[tree.image_row >= 0] = IMAGE
         return kinds
+
+    def _images(self, tree: TokenTree, segments: Segments) -> list[int]:
+        """Returns the number of the image of each segment among ``Pictures.images``; -1: text."""
+        assert tree.image_row is not None
+        numbers = [self._pictures.number(image) for image in tree.images]
+        of_row = np.append(np.repeat(numbers, list(map(len, tree.images))), -1)
+        return of_row[tree.image_row[segments.first]].tolist()
 
     def _estimates_hidden(self, rendered: Sequence[RenderedPath]) -> Iterator[float]:
         """Yields an estimate of the tokens that the file leaves out of each first prompt."""
@@ -269,8 +287,8 @@ class Xray:
         self._shown.append({"title": path.id, "excerpts": excerpts})
 
     def _notes(self) -> list[str]:
-        """Returns what limits the numbers."""
-        notes = []
+        """Returns what limits the numbers, and what the page holds of images."""
+        notes = self._pictures.notes()
         if advice := self._ungrouped.advice():
             notes.append(f"{advice[0].upper()}{advice[1:]}.")
         if self._renderer.has_bytes:

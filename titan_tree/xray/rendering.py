@@ -1,13 +1,15 @@
 """Groups of records -> paths, and the kind of message that each token belongs to.
 
 Without a tokenizer, tokens are bytes. Each conversation is one path: the whole trajectory, up to its last
-answer. A byte that UTF-8 does not use begins each message, and another one ends it. No template runs, so this
-is fast. With a tokenizer, the chat template renders what training would read.
+answer. A byte that UTF-8 does not use begins each message, another one ends it, and a third one stands for
+each token of an image. No template runs, so this is fast. With a tokenizer, the chat template renders what
+training would read.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -17,10 +19,13 @@ from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.components.tree_tokenizer.endings import ending
 from titan_tree.components.tree_tokenizer.messages import normalize_messages
 from titan_tree.data.data_files import Group, Trajectory, group_trajectories, holds_conversations
+from titan_tree.data.images import Loaded, with_loaded_images
 from titan_tree.data.readers import Record
+from titan_tree.data.readers.row_reader import file_of
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.data.schema import present_fields
 from titan_tree.errors import UserError, errors_at
+from titan_tree.tree.images import Image
 from titan_tree.tree.paths import TokenPath
 
 KINDS = ("system", "tools", "user", "assistant", "thought", "tool", "other", "image")
@@ -28,6 +33,7 @@ SYSTEM, TOOLS, USER, ASSISTANT, THOUGHT, TOOL, OTHER, IMAGE = range(len(KINDS))
 ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT, "tool": TOOL}
 BEGINS = [bytes([0xF8 + kind]) for kind in range(OTHER)]  # of messages; UTF-8 has no byte above 0xF7
 ENDS = b"\xff"
+IMAGE_TOKEN = b"\xfe"  # of which an image has as many as tokens
 MOST_BYTES = 1 << 28  # of the paths of one group; its tree takes about 12 times as much memory
 NEEDLE = 32  # characters by which a message is found in a rendered text
 SETTINGS = ("weight", "temperature")  # of a record, for its paths
@@ -90,9 +96,10 @@ class Renderer:
         self.has_bytes = True
         rendered: list[RenderedPath] = []
         size = 0
+        loaded: Loaded = {}
         for trajectory in group_trajectories(group, self._reader.fields):
             with errors_at(trajectory.place):
-                paths = byte_path(trajectory)
+                paths = byte_path(trajectory, loaded)
                 size += sum(len(item.path) for item in paths)
                 if size > MOST_BYTES:
                     raise UserError(
@@ -109,8 +116,11 @@ class Renderer:
         return decode_bytes(tokens) if self.has_bytes else " ".join(map(str, tokens))
 
 
-def byte_path(trajectory: Trajectory) -> list[RenderedPath]:
+def byte_path(trajectory: Trajectory, loaded: Loaded) -> list[RenderedPath]:
     """Returns the path of a conversation in bytes; none if it has no answer.
+
+    Args:
+        loaded: images that other trajectories have read; it grows.
 
     Raises:
         UserError: the record is no valid conversation.
@@ -118,12 +128,14 @@ def byte_path(trajectory: Trajectory) -> list[RenderedPath]:
     record = trajectory.record
     if record.get("messages") is None:
         raise UserError("expected messages, as in the other trajectories of the group; give a tokenizer")
-    messages = normalize_messages(record["messages"], "messages")
+    folder = os.path.dirname(file_of(trajectory.place))
+    messages = normalize_messages(with_loaded_images(record["messages"], folder, loaded), "messages")
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         return []
     only_last = record.get("turns") == "last"
     parts: list[tuple[bytes, int, bool]] = []  # text, kind, whether it is trained
+    images: list[tuple[int, Image]] = []
     if record.get("tools"):
         text = json.dumps(record["tools"], ensure_ascii=False)
         parts.append((BEGINS[TOOLS] + text.encode() + ENDS, TOOLS, False))
@@ -133,7 +145,14 @@ def byte_path(trajectory: Trajectory) -> list[RenderedPath]:
         begin = b"" if continues else BEGINS[kind]
         continues = False
         if kind != ASSISTANT:
-            parts.append((begin + message["content"].encode() + ENDS, kind, False))
+            parts.append((begin, kind, False))
+            for part in _parts(message):
+                if (image := part.get("image")) is None:
+                    parts.append((part["text"].encode(), kind, False))
+                else:
+                    images.append((sum(len(text) for text, _, _ in parts), image))
+                    parts.append((IMAGE_TOKEN * len(image), kind, False))
+            parts.append((ENDS, kind, False))
             continue
         how = ending(message.get("finish_reason"), "finish_reason")
         is_trained = message.get("weight", 1) != 0 and not (
@@ -155,8 +174,14 @@ def byte_path(trajectory: Trajectory) -> list[RenderedPath]:
     tokens = np.frombuffer(b"".join(text for text, _, _ in parts), np.uint8).astype(np.int32)
     trained = np.repeat(np.array([part[2] for part in parts], np.float32), lengths)
     kinds = np.repeat(np.array([part[1] for part in parts], np.int8), lengths)
-    path = TokenPath(tokens, trained, id=trajectory.name, **present_fields(record, SETTINGS))
+    path = TokenPath(tokens, trained, id=trajectory.name, images=images, **present_fields(record, SETTINGS))
     return [RenderedPath(path, kinds, trajectory)]
+
+
+def _parts(message: Record) -> list[Record]:
+    """Returns the texts and images of a message."""
+    content = message["content"]
+    return [{"text": content}] if isinstance(content, str) else content
 
 
 def _call(call: Record) -> str:
@@ -233,7 +258,7 @@ def _needles(record: Record) -> list[tuple[str, int]]:
         kind = ROLES[message["role"]]
         for text, part in (
             (message.get("reasoning_content"), THOUGHT),
-            (message["content"], kind),
+            *(("<|vision_start|>" if "image" in part else part["text"], kind) for part in _parts(message)),
             *((call["function"]["name"], kind) for call in message.get("tool_calls", ())),
         ):
             if text and text.strip():

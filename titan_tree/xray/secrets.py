@@ -72,7 +72,8 @@ SIGNS = (
     *("secret", "token", "credential", "key", "sshpass", "private-lines", "ls0tls1crudjti", "sha}"),
     *("$apr1$", "$1$", "$5$", "$6$", "$y$", "$2a$", "$2b$", "$2x$", "$2y$", "$argon2"),
 )
-HIDDEN = ("text", "excerpts")  # parts of a payload that are hidden already, with their context
+# Parts of a payload that are hidden already, with their context; and pictures, in which nothing can be found.
+HIDDEN = ("text", "excerpts", "picture")
 CONTEXT = 256  # tokens around a text that may hold the rest of a secret
 
 

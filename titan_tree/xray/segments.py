@@ -1,4 +1,4 @@
-"""Token trees -> segments: runs of tokens with the same paths, the same kind of message and the same mask."""
+"""Token trees -> segments: runs of tokens with the same paths, kind of message, mask and image."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from titan_tree.data.divergence import ENDS, OTHER_TEXT, OTHER_TOKENS, RETOKENIZED, branch_points
 from titan_tree.data.show import text_with_images
 from titan_tree.data.turns import runs
+from titan_tree.tree.images import first_rows
 from titan_tree.tree.paths import LOGPROBS
 from titan_tree.tree.token_tree import TokenTree
 from titan_tree.xray.rendering import KINDS
@@ -94,6 +95,8 @@ def find_segments(tree: TokenTree, kinds: np.ndarray) -> Segments:
         starts[span[:, 0]] = starts[span[:, 1] + 1] = True
         np.add.at(ends, span[:, 1] + 1, 1)
         spans.append(span)
+    if tree.image_row is not None:
+        starts[:size] |= np.isin(tree.image_row, list(first_rows(tree.images).values()))
     starts[1:size] |= (kinds[1:] != kinds[:-1]) | (trained[1:] != trained[:-1])
     first = np.flatnonzero(starts[:size])
     node = np.searchsorted(tree.node_offsets, first, side="right") - 1

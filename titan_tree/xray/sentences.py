@@ -67,6 +67,13 @@ def sentences(
     return [calls, repeated, _reasons(reasons, totals["points"], unit)]
 
 
+def encodings(totals: Mapping[str, int]) -> list[str]:
+    """Returns how many times less images are encoded; nothing without images."""
+    images, others = totals["images"], totals["path_images"]
+    compared = _compared(images, others, "every sample by itself")
+    return [f"Trees encode {count(images, 'image')}: {compared}."] if images else []
+
+
 def _reasons(reasons: Sequence[tuple[str, int, int]], points: int, unit: str) -> str:
     if not reasons:
         return "No branches diverge."

@@ -24,6 +24,7 @@ import { curve, drawPlots } from "./plots.js";
 import { Tree } from "./tree.js";
 
 const MOST_ROWS = 200; // rows of a list that are shown at once
+const PICTURE = 256; // pixels of the longer side of a picture
 const MAIN_CURVES = ["loss", "validation_nll", "reward", "grad_norm", "lr"]; // others are folded
 const isDark = matchMedia("(prefers-color-scheme: dark)");
 const icicle = new Icicle(find("tree"), showTip, showPanel);
@@ -46,6 +47,7 @@ const textOf = (i) => (state.showText && current.data.text?.[i]) || "";
 const kindOf = (i) => kinds[current.data.kind[i]];
 const lineOf = (i) => textOf(i).replace(/\s+/g, " ").trim().slice(0, 90) || size(current.tokens[i]);
 const labelOf = (i) => textOf(i) || (state.showText && current.data.text ? "" : `${kindOf(i)}, ${lineOf(i)}`);
+const imageOf = (i) => payload.images?.[current.data.image?.[i]];
 const kindChip = (i) => make("span.kind", chip(kindColour(kindOf(i))), kindOf(i));
 
 // Shows the next branch with a reason, in this tree or a later one.
@@ -246,6 +248,7 @@ function facts(i) {
     ["in the loss", data.trained[i] ? "yes" : "no"],
   ];
   const add = (name, value) => rows.push([name, value]);
+  if (imageOf(i)) add("pixels", imageOf(i).size.join(" x "));
   if (!Number.isNaN(reward[i])) add("mean reward", short(reward[i]));
   if (isNumber(data.logprob?.[i])) add("mean log-prob", short(data.logprob[i]));
   if (credit && data.trained[i]) {
@@ -261,11 +264,20 @@ function facts(i) {
   return table(rows);
 }
 
+// What a segment holds: its text, or its image.
+function contentOf(i, text) {
+  const image = imageOf(i);
+  if (!image || !state.showText) return text;
+  if (!image.picture) return make("p.faint", "no picture, see the notes above");
+  const [width, height] = image.size.map((x) => (x * PICTURE) / Math.max(...image.size)); // known before it loads
+  return make("img", { src: image.picture, alt: textOf(i), width, height });
+}
+
 function showTip(i, event) {
   const tip = find("tip");
   tip.hidden = i < 0;
   if (i < 0) return;
-  tip.replaceChildren(kindChip(i), facts(i), make("p.snippet", textOf(i).slice(0, 160)));
+  tip.replaceChildren(kindChip(i), facts(i), contentOf(i, make("p.snippet", textOf(i).slice(0, 160))));
   const stage = find("stage").getBoundingClientRect();
   const [x, y] = [event.clientX - stage.left, event.clientY - stage.top];
   const isRight = x + 16 + tip.offsetWidth > stage.width;
@@ -317,7 +329,7 @@ function showSegment(i) {
     make("button.close", { title: "close (Esc)", onclick: () => icicle.pin(-1) }, "×"),
     make("h2", kindChip(i)),
     facts(i),
-    make("pre", textOf(i)),
+    contentOf(i, make("pre", textOf(i))),
     ...comparison(i),
     make("h3", `Path from the root, ${plural(path.length, "segment")}`),
     ...moreThan(path),
