@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,6 @@ from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.data.packing import leaf_trees, pack
 from titan_tree.distributed import titan
 from titan_tree.distributed.settings import OptimizerConfig
-from titan_tree.engine.step_io import StepInput
-from titan_tree.engine.tree_step import TreeStep
 from titan_tree.models.pretrained import build_model
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.tree.batch import TreeBatch
@@ -42,7 +40,6 @@ COLUMNS = (
 )  # fmt: skip
 QUICK = ("--rounds", "1", "--max-tokens", "1024", "--no-compile")
 TREE_TRAINING = {"Tree Training v2": 5.7, "Tree Training v4": 8.7}  # reported speed-ups at a POR of 0.92
-Update = Callable[[TreeStep, StepInput], tuple[float, float, float]]
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,7 @@ def speed_up(tree_s: float, rows_s: float, bound: float) -> Row:
 def measure(
     case: Case,
     models: Mapping[str, TreeModel],
-    updates: Mapping[str, Update],
+    updates: Mapping[str, steps.Update],
     args: argparse.Namespace,
     device: torch.device,
 ) -> Row:

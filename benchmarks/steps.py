@@ -12,26 +12,31 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from benchmarks.timers import wall_s
 from titan_tree.cli.bench.record import Row
 from titan_tree.components.lora import LoRA
 from titan_tree.components.tree_loss.loss import TreeLoss
 from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
+from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.distributed.mesh import init_distributed
 from titan_tree.distributed.optimizers import build_optimizers, clip_and_step
 from titan_tree.distributed.parallelize import parallelize, weight_shards
 from titan_tree.distributed.settings import OptimizerConfig, ParallelConfig
+from titan_tree.engine import partitions
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.device_clock import DeviceClock
 from titan_tree.engine.step_io import StepInput
 from titan_tree.engine.tree_step import TreeStep
+from titan_tree.models.decoder_config import ConfigJson
 from titan_tree.models.lora.adapters import add_lora, init_lora
-from titan_tree.models.pretrained import build_model
+from titan_tree.models.pretrained import add_tower, build_model
 from titan_tree.models.settings import MODELS, LoRAConfig, ModelConfig
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.run.model_setup import build_parallel_model
 from titan_tree.run.settings import TrainingConfig
 
 OPTIMIZER = OptimizerConfig()  # of all timed training steps
+Update = Callable[[TreeStep, StepInput], tuple[float, float, float]]  # see ``optimizer_update``
 
 
 def add_model_arguments(
@@ -128,19 +133,57 @@ def training_model(
     return built
 
 
+def model_with_tower(
+    model: ModelConfig, training: TrainingConfig, mesh: DeviceMesh, config: ConfigJson | None
+) -> TreeModel:
+    """Returns ``training_model`` with the tower of a config.json; None: that of the flavor "debug"."""
+    assert model.flavor is not None
+    with torch.device("meta"):
+        built = build_model(model.name, model.flavor)
+        add_tower(built, config, model.flavor, trained=model.vision == "train")
+    parallelize(
+        built,
+        mesh,
+        dtype=getattr(torch, training.dtype),
+        activation_checkpoint=training.activation_checkpoint,
+        compile=training.compile,
+    )
+    built.to_empty(device=mesh.device_type)
+    built.init_weights(training.seed, weight_shards(built))
+    return built
+
+
 def training_step(
     model: TreeModel,
     device: torch.device,
     partitioner: TreePartitioner | None = None,
     activations: Activations | None = None,
+    **options: Any,
 ) -> TreeStep:
     """Returns the trainer's forward and backward passes, for a mean over all tokens of the batch."""
-    return TreeStep(model, TreeLoss(reduction="token_mean"), device, partitioner, activations)
+    return TreeStep(model, TreeLoss(reduction="token_mean"), device, partitioner, activations, **options)
 
 
-def optimizer_update(
-    model: TreeModel, optimizer: OptimizerConfig = OPTIMIZER
-) -> Callable[[TreeStep, StepInput], tuple[float, float, float]]:
+def forget_features() -> None:
+    """Makes the next step encode all images, as if none had been seen before."""
+    partitions._CACHES.clear()
+
+
+def encode_images(model: TreeModel, prepared: StepInput) -> float:
+    """Returns the seconds of the tower for the images of a step, with its backward pass if it is trained."""
+
+    def encode() -> None:
+        for first, *_ in prepared.micro_batches:
+            rows = [x for x in model.encode(first.pixels) if x.requires_grad]
+            torch.autograd.backward(rows, list(map(torch.ones_like, rows)))
+
+    with cast_weights(model):
+        seconds = wall_s(encode)
+    model.zero_grad()
+    return seconds
+
+
+def optimizer_update(model: TreeModel, optimizer: OptimizerConfig = OPTIMIZER) -> Update:
     """Returns the trainer's whole step as a function: forward, backward, clipping, AdamW.
 
     The function waits for the device. It returns the loss, the gradient norm, and the seconds of clipping and

@@ -1,5 +1,6 @@
 """Tests `python -m benchmarks`: every benchmark with --quick, its files, and the guard against slowness."""
 
+import json
 from argparse import Namespace
 from collections.abc import Iterator
 from importlib import import_module
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import BENCHES, ELSEWHERE, por
+from benchmarks import BENCHES, ELSEWHERE, images, por
 from benchmarks.__main__ import main
 from benchmarks.por import binary_nodes
 from benchmarks.trees import random_paths
@@ -25,6 +26,7 @@ MEASUREMENTS = (
     *OTHER_RULES,
     "trl --lora 4",
     "attention --tree bushy --cases gpt-oss DeepSeek-V3",
+    "ranks --tree chain --way weights torchtitan --model qwen3_moe",
 )
 PICTURES = {  # of docs/img: the benchmark and its rows in docs/data
     "attention": ("attention", "attention_sweep"),
@@ -68,6 +70,12 @@ def test_a_quick_benchmark_writes_its_rows_and_picture(measurement, tmp_path, mo
         first = float(rows[0]["grad norm"])  # TRL's own
         assert [float(row["grad norm"]) for row in rows] == pytest.approx([first] * len(rows), rel=1e-3)
         assert {row["lora"] for row in rows} == {arguments[-1] if arguments else "0"}
+    if name == "images":
+        counted = [(row["layout"], row["images"], row["encodings"], row["tokens"]) for row in rows]
+        rows_tokens, tree_tokens = 16 * (1 + 64 + 100 + 8), 1 + 64 + 100 + 16 * 8
+        each = [("rows", "16", "16", str(rows_tokens)), ("tree", "16", "1", str(tree_tokens))]
+        assert counted == 2 * each  # with a frozen tower, and with a trained one
+        assert all(float(row["difference"]) < 1e-6 for row in rows)
     out = capsys.readouterr().out
     assert str(csv) in out
     assert "--quick shows that the benchmark runs; its sizes are too small for speeds to mean" in out
@@ -85,6 +93,38 @@ def test_the_pictures_of_the_docs_are_drawn_from_committed_rows(picture, tmp_pat
     assert main([name, *arguments]) == 0
     assert drawn.stat().st_size > 5000
     assert (ROOT / "docs" / "img" / drawn.name).exists()
+
+
+def test_screenshots_are_read_as_tasks_with_equal_texts_in_equal_tokens(tmp_path):
+    pillow = pytest.importorskip("PIL.Image")
+    for number in (1, 2):
+        pillow.new("RGB", (256, 256), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    image = {"role": "user", "content": [{"image_url": {"url": "1.png"}}]}
+    older = {"role": "user", "content": [{"text": "left out"}]}
+    answer = {"role": "assistant", "content": "12345678"}
+    newer = {"role": "user", "content": [{"image_url": {"url": "2.png"}}]}
+    records = [
+        {"group_id": "a", "turns": "last", "messages": [image, answer]},
+        {"group_id": "a", "turns": "last", "messages": [older, answer, newer, answer]},
+    ]
+    (tmp_path / "rollouts_last1.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (case,) = images.recorded(tmp_path, 2, "unused")
+    ((first, second),) = case.groups
+    assert case.name == "last 1"
+    assert [[len(image) for _, image in path.images] for path in (first, second)] == [[256], [256]]
+    user, assistant = len("<|im_start|>user") // 4, -(-len("<|im_start|>assistant") // 4)
+    assert len(first.tokens) == 1500 + user + 256 + assistant + 2
+    assert len(second.tokens) == 1500 + 2 * user + 2 + 256 + 2 * (assistant + 2)
+    assert first.loss_mask.nonzero()[0].tolist() == [len(first.tokens) - 2, len(first.tokens) - 1]
+    assert second.loss_mask.nonzero()[0].tolist() == [len(second.tokens) - 2, len(second.tokens) - 1]
+    tree = TokenTree.from_paths([first, second])
+    assert tree.stats.n_tree == len(first.tokens) + len(second.tokens) - 1500 - user
+    rows = [TokenTree.from_paths(paths) for paths in images.rows(case)]
+    keys = {image.key for row in rows for image in row.images}
+    assert len(keys) == 2
+    assert not keys & {image.key for image in tree.images}
+    with pytest.raises(UserError, match=r"^--data .*: expected one of rollouts_last1.jsonl, "):
+        list(images.recorded(tmp_path / "none", 2, "unused"))
 
 
 def test_a_failure_keeps_the_rows_before_it(tmp_path, monkeypatch):
