@@ -9,21 +9,21 @@ from tests.docs.dense_step import LIST, PAGE, table
 from tests.support.house import circles, counts, traced_step
 
 LIMITS = {
-    "files": 317,
-    "lines": 56_650,
-    "files of the core": 236,
-    "lines of the core": 43_945,
-    "classes": 413,
+    "files": 321,
+    "lines": 57_707,
+    "files of the core": 237,
+    "lines of the core": 44_476,
+    "classes": 418,
     "rooms": 18,
     "arrows between rooms": 97,
     "arrows with types": 106,
     "files in circles": 0,
-    "files reached from the trainer": 163,
-    "lines reached from the trainer": 30_708,
-    "Any": 323,
-    "words of documentation": 47_629,
-    "lines of tests": 50_773,
-    "files acting in a dense step": 85,
+    "files reached from the trainer": 164,
+    "lines reached from the trainer": 31_178,
+    "Any": 353,
+    "words of documentation": 49_552,
+    "lines of tests": 53_488,
+    "files acting in a dense step": 86,
     "classes acting in a dense step": 75,
 }
 
