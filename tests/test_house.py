@@ -21,8 +21,8 @@ LIMITS = {
     "files reached from the trainer": 164,
     "lines reached from the trainer": 31_178,
     "Any": 353,
-    "words of documentation": 49_552,
-    "lines of tests": 53_488,
+    "words of documentation": 49_562,
+    "lines of tests": 53_500,
     "files acting in a dense step": 86,
     "classes acting in a dense step": 75,
 }

@@ -82,6 +82,18 @@ def test_other_weights_of_the_tower_forget_the_features(model, encoded, load):
     assert_equal(gradients_of(copy.deepcopy(model)), after)
 
 
+@pytest.mark.parametrize("change", ["to", "data"])
+def test_weights_with_other_data_forget_the_features(tmp_path, change):
+    model = our_model(vision_model("Qwen3VL"), tmp_path, "frozen")  # without casts
+    gradients_of(model)
+    if change == "to":  # neither changes the parameters' ids and versions
+        model.to(torch.float64)
+    else:
+        for weight in model.visual.parameters():
+            weight.data = weight.data * 1.5
+    assert_equal(gradients_of(model), gradients_of(copy.deepcopy(model)))
+
+
 def test_a_trained_tower_encodes_every_time(model, encoded):
     model.visual.requires_grad_(True)
     for number in (1, 2):
