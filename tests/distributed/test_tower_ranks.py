@@ -19,6 +19,7 @@ from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.distributed.gradient_sync import reshard
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.settings import ParallelConfig
+from titan_tree.engine.partitions import _CACHES
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.models import vision
 from titan_tree.models.settings import ModelConfig
@@ -112,3 +113,37 @@ def test_two_ranks_equal_one(tmp_path: Path, mode: str, reduce: str, size: int |
             assert got.keys() == expected.keys()
             for name, gradient in expected.items():
                 assert relative_error(got[name], gradient) < 2e-5, name
+
+
+def change_sharded_weights(rank: int, ports: list[int], folder: Path) -> None:
+    with process_group(rank, 2, ports[0]):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+        table, training = ModelConfig(hf_path=str(folder), vision="frozen"), TrainingConfig(dtype="float32")
+        model = build_parallel_model(table, training, ParallelConfig(), mesh)
+        step = TreeStep(model, TreeLoss())
+        tower: Any = model.visual
+
+        def loss() -> float:
+            return step.evaluate([step.prepare(trees()[rank])])["loss"]
+
+        def scale(is_local: bool) -> None:
+            for weight in tower.parameters():
+                (weight.to_local() if is_local else weight).mul_(1.5)
+
+        def load() -> None:
+            model.load_state_dict({n: w / 1.5 if "visual" in n else w for n, w in model.state_dict().items()})
+
+        before = loss()
+        for change in (lambda: scale(False), load, lambda: scale(True)):
+            with torch.no_grad():
+                change()
+            found = loss()
+            _CACHES.clear()
+            assert found == loss() != before
+            before = found
+
+
+def test_other_sharded_weights_forget_the_features(tmp_path: Path) -> None:
+    """Changes of DTensors, and of a rank's part of them."""
+    vision_model().save_pretrained(tmp_path)
+    run_ranks(change_sharded_weights, 2, tmp_path)

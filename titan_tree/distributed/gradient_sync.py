@@ -116,15 +116,21 @@ def cast_weights(model: TreeModel) -> Iterator[None]:
             weights[name] = weight
 
 
-def stored_weights(module: nn.Module) -> Iterator[Tensor]:
-    """Yields this rank's weights of a unit of FSDP2 or of a plain module, even while they are replaced."""
+def stored_weights(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the weights of a unit of FSDP2 or of a plain module, even while they are replaced.
+
+    Each has the tensor of this rank's part beside it, which counts other changes: those of DTensor's methods
+    raise only the version of the DTensor.
+    """
     if isinstance(module, FSDPModule):
         group: Any = module._get_fsdp_state()._fsdp_param_group
-        yield from (weight.sharded_param._local_tensor for weight in group.fsdp_params)
+        weights = [weight.sharded_param for weight in group.fsdp_params]
+        yield from ((weight, weight._local_tensor) for weight in weights)
         return
     for each in module.modules():
         originals = {id(copy): weight for weight, copy in _CASTS.get(each, {}).values()}
-        yield from (originals.get(id(x), x) for x in each._parameters.values() if x is not None)
+        weights = [originals.get(id(x), x) for x in each._parameters.values() if x is not None]
+        yield from zip(weights, weights, strict=True)
 
 
 def _casts(model: TreeModel, module: nn.Module) -> dict[str, Cast]:

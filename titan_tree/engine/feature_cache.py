@@ -26,11 +26,14 @@ class FeatureCache:
     def encode(self, model: TreeModel, keys: Sequence[str], pixels: Sequence[Tensor]) -> list[Tensor]:
         """Returns what ``model.encode`` does, bit for bit. Encodes only images whose features are missing."""
         tower: Any = model.visual
-        weights = [(weight, weight.detach()) for weight in stored_weights(tower)]
-        made_by = [(id(w), w.data_ptr(), w.dtype, w._version) for w, _ in weights] + [model.execution.dtype]
+        weights = [(weight, part, part.detach()) for weight, part in stored_weights(tower)]
+        made_by: list[Any] = [
+            (id(w), w._version, id(x), x._version, x.data_ptr(), x.dtype) for w, x, _ in weights
+        ]
+        made_by.append(model.execution.dtype)
         if made_by != self._made_by:
             self._rows.clear()
-        self._made_by, self._weights = made_by, weights  # keeps both, so that ids and addresses stay theirs
+        self._made_by, self._weights = made_by, weights  # keeps all, so that ids and addresses stay theirs
         new = [(key, image) for key, image in zip(keys, pixels, strict=True) if key not in self._rows]
         if new or isinstance(tower, FSDPModule):  # ranks that share the weights make equal passes
             outputs = model.encode([image for _, image in new])
