@@ -50,6 +50,7 @@ from titan_tree.cli.bench.record import Row
 from titan_tree.data.images import load_image
 from titan_tree.data.packing import leaf_trees, pack
 from titan_tree.distributed.settings import OptimizerConfig
+from titan_tree.engine.feature_cache import forget_features
 from titan_tree.engine.step_io import StepInput
 from titan_tree.errors import UserError
 from titan_tree.models.decoder_config import ConfigJson
@@ -233,7 +234,7 @@ def measure(
 
     def timed(layout: str) -> Iterator[dict[str, float]]:
         sample = {"merge": 1e3 * wall_s(partial(prepare, layout))}
-        steps.forget_features()
+        forget_features()
         reset_peak_memory(device)
         started = time.perf_counter()
         losses[layout], _, _ = update(step, prepared[layout])  # waits for the device

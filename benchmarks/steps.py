@@ -22,7 +22,6 @@ from titan_tree.distributed.mesh import init_distributed
 from titan_tree.distributed.optimizers import build_optimizers, clip_and_step
 from titan_tree.distributed.parallelize import parallelize, weight_shards
 from titan_tree.distributed.settings import OptimizerConfig, ParallelConfig
-from titan_tree.engine import partitions
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.device_clock import DeviceClock
 from titan_tree.engine.step_io import StepInput
@@ -162,11 +161,6 @@ def training_step(
 ) -> TreeStep:
     """Returns the trainer's forward and backward passes, for a mean over all tokens of the batch."""
     return TreeStep(model, TreeLoss(reduction="token_mean"), device, partitioner, activations, **options)
-
-
-def forget_features() -> None:
-    """Makes the next step encode all images, as if none had been seen before."""
-    partitions._CACHES.clear()
 
 
 def encode_images(model: TreeModel, prepared: StepInput) -> float:

@@ -19,7 +19,7 @@ from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.distributed.gradient_sync import reshard
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.settings import ParallelConfig
-from titan_tree.engine.partitions import _CACHES
+from titan_tree.engine.feature_cache import forget_features
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.models import vision
 from titan_tree.models.settings import ModelConfig
@@ -138,7 +138,7 @@ def change_sharded_weights(rank: int, ports: list[int], folder: Path) -> None:
             with torch.no_grad():
                 change()
             found = loss()
-            _CACHES.clear()
+            forget_features()
             assert found == loss() != before
             before = found
 

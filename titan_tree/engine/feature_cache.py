@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titan_tree.distributed.gradient_sync import stored_weights
@@ -35,22 +36,45 @@ class FeatureCache:
             self._rows.clear()
         self._made_by, self._weights = made_by, weights  # keeps all, so that ids and addresses stay theirs
         new = [(key, image) for key, image in zip(keys, pixels, strict=True) if key not in self._rows]
+        encoded: dict[str, Sequence[Tensor]] = {}  # on the device, of the new images
         if new or isinstance(tower, FSDPModule):  # ranks that share the weights make equal passes
             outputs = model.encode([image for _, image in new])
             sizes = [image.shape[0] * image.shape[1] // tower.patch**2 for _, image in new]
             for (key, _), *rows in zip(new, *(output.split(sizes) for output in outputs), strict=True):
-                self._rows[key] = list(map(_on_host, rows))
+                encoded[key], self._rows[key] = rows, list(map(_on_host, rows))
         if not keys:
             return outputs
         for key in keys:
             self._rows.move_to_end(key)
-        found = zip(*(self._rows[key] for key in keys), strict=True)
         device = model.embedding_weight.device
-        features = [torch.cat([x.to(device, non_blocking=True) for x in rows]) for rows in found]
+        found = [
+            encoded[key] if key in encoded else [x.to(device, non_blocking=True) for x in self._rows[key]]
+            for key in keys
+        ]
+        features = list(map(torch.cat, zip(*found, strict=True)))
         size = sum(x.nbytes for rows in self._rows.values() for x in rows)
         while size > MAX_BYTES:
             size -= sum(x.nbytes for x in self._rows.popitem(last=False)[1])
         return features
+
+
+_CACHES: WeakKeyDictionary[nn.Module, FeatureCache] = WeakKeyDictionary()  # by tower
+
+
+def frozen_features(model: TreeModel, keys: Sequence[str], pixels: Sequence[Tensor]) -> list[Tensor]:
+    """Returns what ``model.encode`` does for a frozen tower, from the tower's cache.
+
+    Args:
+        keys: ``Image.key`` of each image.
+        pixels: see ``TreeModel.encode``.
+    """
+    assert model.visual is not None
+    return _CACHES.setdefault(model.visual, FeatureCache()).encode(model, keys, pixels)
+
+
+def forget_features() -> None:
+    """Makes all models encode images as if none had been seen before."""
+    _CACHES.clear()
 
 
 def _on_host(x: Tensor) -> Tensor:

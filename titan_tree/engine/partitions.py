@@ -16,16 +16,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 
 from titan_tree.components.tree_attention.context import add_gradient
 from titan_tree.engine.activations import Activations
-from titan_tree.engine.feature_cache import FeatureCache
+from titan_tree.engine.feature_cache import frozen_features
 from titan_tree.models.layers import at_least_fp32
 from titan_tree.models.tree_model import ModelOutput, TreeModel
 from titan_tree.tree.batch import TreeBatch
@@ -103,9 +102,6 @@ def _move_gradient(total: Tensor, leaf: Tensor) -> None:
     leaf.grad = None
 
 
-_CACHES: WeakKeyDictionary[nn.Module, FeatureCache] = WeakKeyDictionary()  # by frozen tower
-
-
 def encode(model: TreeModel, batches: Sequence[TreeBatch]) -> tuple[list[Tensor] | None, Sequence[TreeBatch]]:
     """Returns the features of a micro-batch's images, if there are any, and its batches without the pixels.
 
@@ -114,9 +110,8 @@ def encode(model: TreeModel, batches: Sequence[TreeBatch]) -> tuple[list[Tensor]
     first, *others = batches
     if first.image_row is None and not isinstance(model.visual, FSDPModule):
         return None, batches
-    if model.visual is not None and model.keeps_features:
-        cache = _CACHES.setdefault(model.visual, FeatureCache())
-        rows = cache.encode(model, first.image_keys, first.pixels)
+    if model.keeps_features:
+        rows = frozen_features(model, first.image_keys, first.pixels)
     else:
         rows = model.encode(first.pixels)
     return rows, [replace(first, pixels=(), image_keys=()), *others]
