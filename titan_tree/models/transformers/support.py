@@ -124,16 +124,15 @@ def check_supported(config: PreTrainedConfig, where: str, quantization: Collecti
         quantization: methods of quantization that the caller's layers may have.
     """
     text = config.get_text_config()
-    for name in (config.model_type, text.model_type):
-        if reason := REASONS.get(name):
-            raise UserError(f"{where}: model_type: {name} cannot run on trees: {reason}")
+    name = text.model_type
+    for kind in (config.model_type, name):
+        if reason := REASONS.get(kind):
+            raise UserError(f"{where}: model_type: {kind} cannot run on trees: {reason}")
     if text is not config and config.model_type not in VISION:
         raise UserError(
             f"{where}: model_type: {config.model_type} is more than a text model; expected one of "
             f"{', '.join(sorted(VISION))}; or save its text model by itself"
         )
-    quantized = getattr(config, "quantization_config", None)
-    config = text
     if name not in SUPPORTED and name.removesuffix("_text") not in VISION:
         raise UserError(
             f"{where}: model_type: {name} has not been tested on trees; expected one of "
@@ -141,29 +140,30 @@ def check_supported(config: PreTrainedConfig, where: str, quantization: Collecti
         )
     types, activation = RECURRENT.get(name, (set(), None))
     expected = LAYER_TYPES | types
-    if others := set(getattr(config, "layer_types", None) or ()) - expected:
+    if others := set(getattr(text, "layer_types", None) or ()) - expected:
         raise UserError(
             f"{where}: layer_types: only {' and '.join(sorted(expected))} can run on trees, got "
             f"{', '.join(sorted(others))}"
         )
-    if activation and (got := getattr(config, activation)) != "silu":
+    if activation and (got := getattr(text, activation)) != "silu":
         raise UserError(
             f"{where}: {activation}: expected silu, which the convolutions of {name} use on trees, got {got}"
         )
-    for field, value in config.to_dict().items():
+    for field, value in text.to_dict().items():
         if value and any(word in field for word in RANDOM):
             raise UserError(f"{where}: {field}: expected 0 on trees, got {value}; set it to 0")
+    quantized = getattr(config, "quantization_config", None)
     if quantized and getattr(quantized, "quant_method", None) not in quantization:
         raise UserError(
             f"{where}: quantization_config: expected unquantized weights; dequantize the model with "
             "transformers and save it"
         )
-    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
+    if getattr(text, "use_bidirectional_attention", None) not in (None, False, "vision"):
         raise UserError(
             f"{where}: use_bidirectional_attention: expected false, because a token of a tree sees only the "
             "tokens before it"
         )
-    if number := getattr(config, "num_kv_shared_layers", None):
+    if number := getattr(text, "num_kv_shared_layers", None):
         raise UserError(
             f"{where}: num_kv_shared_layers: only models whose layers have keys of their own can run on "
             f"trees, got {number}"

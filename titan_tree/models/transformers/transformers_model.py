@@ -146,11 +146,12 @@ class TransformersModel(TreeModel):
         embedding: Tensor,
         features: Sequence[Tensor] = (),
     ) -> LayerOutput:
-        tokens, positions, added = {"input_ids": batch.tokens[None]}, layout.positions, list[Tensor]()
-        if features and batch.image_row is not None:
+        tokens, added = {"input_ids": batch.tokens[None]}, list[Tensor]()
+        if features:
             x = self.base.get_input_embeddings()(batch.tokens)
             x, added = with_images(x, batch.image_row, features)
             tokens = {"inputs_embeds": x[None]}
+        positions = layout.positions
         if positions.ndim == 2:  # layers read only the rotary embedding
             layout = dataclasses.replace(layout, positions=positions[0])
         current = self._new_pass(layout, gateway)
