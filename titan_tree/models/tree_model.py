@@ -91,14 +91,16 @@ def _pixel_flops(tower: Any) -> tuple[float, float]:
 
     See ``matrix_flops``. The operations of a frozen tower are those of its forward pass.
     """
-    c, per_number, sizes = tower.config, 6 if is_trained(tower) else 2, {True: 0, False: 0}
+    c, per_pixel = tower.config, 0.0
     for name, weight in tower.named_parameters():
         if weight.ndim > 1 and not name.startswith("pos_embed."):
-            sizes["merger" in name] += weight.numel()  # mergers run once per token
-    of_patch = sizes[False] / c.patch_size**2
-    of_token = sizes[True] / (c.patch_size * c.spatial_merge_size) ** 2
-    pairs = 2 * c.depth * c.hidden_size / c.patch_size**4  # scores, and sums of values
-    return per_number * (of_patch + of_token), per_number * pairs
+            side = c.patch_size * (
+                c.spatial_merge_size if "merger" in name else 1
+            )  # of what it runs once for
+            per_pixel += weight.numel() / side**2
+    per_pair = 2 * c.depth * c.hidden_size / c.patch_size**4  # scores, and sums of values
+    per_number = 6 if is_trained(tower) else 2
+    return per_number * per_pixel, per_number * per_pair
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def image_bytes(visual: Any, height: int, width: int, dtype: torch.dtype) -> int
                 "interp_indices": torch.empty(len(x), 4, dtype=torch.int64),
                 "interp_weights": torch.empty(len(x), 4),
                 "position_ids": torch.empty(len(x), 2, dtype=torch.int64),
-                "cu_seqlens": np.array([0, len(x)]),  # of which the tower needs the values
+                "cu_seqlens": np.array([0, len(x)]),  # no fake tensor: the tower reads the values
             }
             out = super(type(tower), tower).forward(x, grid, **tables)
             if trained:

@@ -270,9 +270,10 @@ class CostFit:
         self._moments = np.zeros(len(start))  # sums of size_i seconds, in units of ``start``
 
     def add(self, sizes: np.ndarray, seconds: float) -> None:
-        """Adds a measurement: the sizes of a pass [6], the number of its forward passes, and its seconds."""
+        """Adds a measurement: the ``SIZES`` of a pass, the number of its forward passes, and its seconds."""
         estimated = np.array(self.start) * sizes.astype(np.float64)  # seconds of each size
-        estimated[4:6] = 0.0  # the tower is not measured: its coefficients change as all together do
+        # The tower is not measured: its coefficients change as all together do.
+        estimated[[SIZES.index("pixels"), SIZES.index("pixel_pairs")]] = 0.0
         self._products += estimated[:, None] * estimated
         self._moments += estimated * seconds
 
