@@ -9,6 +9,7 @@ import os
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from titan_tree.components.tree_tokenizer.messages import IMAGE_TOKEN
 from titan_tree.config.files import regular
 from titan_tree.data.readers import Record
+from titan_tree.data.readers.chat import with_parts
 from titan_tree.errors import UserError, shorten
 from titan_tree.tree.images import Image
 from titan_tree.tree.paths import TokenPath
@@ -52,8 +54,8 @@ def record_images(
     for index, entry in enumerate(entries):
         where = f"images[{index}]"
         start = entry.get("start") if isinstance(entry, dict) else None
-        if start is None:
-            start = next(iter(placeholders[bisect_left(placeholders, stop) :][:1]), None)
+        if start is None and (following := bisect_left(placeholders, stop)) < len(placeholders):
+            start = placeholders[following]
         if not isinstance(entry, dict) or type(start) is not int:
             raise UserError(
                 f'{where}: expected {{"start": integer, "image": path}}, or {IMAGE_TOKEN} of data.tokenizer '
@@ -75,19 +77,18 @@ def with_loaded_images(messages: Any, folder: str, loaded: Loaded) -> Any:
         UserError: an unreadable image, another hash, or an unknown field of such a part.
     """
 
-    def part(part: Any, where: str) -> Any:
+    def loaded_part(part: Any, index: int, where: str) -> Any:
         if not isinstance(part, dict) or part.get("type") != "image":
             return part
-        return {"type": "image", "image": _image(part, PART_FIELDS, where, folder, loaded)}
-
-    def message(message: Any, where: str) -> Any:
-        if not isinstance(message, dict) or not isinstance(parts := message.get("content"), list):
-            return message
-        return message | {"content": [part(item, f"{where}.content[{i}]") for i, item in enumerate(parts)]}
+        image = _image(part, PART_FIELDS, f"{where}.content[{index}]", folder, loaded)
+        return {"type": "image", "image": image}
 
     if not isinstance(messages, list):
         return messages
-    return [message(item, f"messages[{index}]") for index, item in enumerate(messages)]
+    return [
+        with_parts(message, partial(loaded_part, where=f"messages[{index}]"))
+        for index, message in enumerate(messages)
+    ]
 
 
 def _image(entry: Record, fields: tuple[str, ...], where: str, folder: str, loaded: Loaded) -> Image:
@@ -137,6 +138,7 @@ def load_image(source: object, folder: str, loaded: Loaded | None = None) -> Ima
     """
     if isinstance(source, Image):
         return source
+    content = None
     if isinstance(source, dict):
         content, source = source.get("bytes"), source.get("path")
         if isinstance(content, bytes):
@@ -149,7 +151,9 @@ def load_image(source: object, folder: str, loaded: Loaded | None = None) -> Ima
     loaded = {} if loaded is None else loaded
     name = source if is_url else os.path.abspath(os.path.join(folder, source))
     if name not in loaded:
-        file = io.BytesIO(_decoded(source)) if is_url else _read(name)
+        if not isinstance(content, bytes):
+            content = _decoded(source) if is_url else _read(name)
+        file = io.BytesIO(content)
         image = Image(_resized(file, _short(name)), PATCH, name)
         loaded[name] = loaded.setdefault(image.key, image)
     return loaded[name]
@@ -171,10 +175,10 @@ def _decoded(url: str) -> bytes:
         raise UserError(f"{_short(url)}: expected base64: {error}") from None
 
 
-def _read(file: str) -> io.BytesIO:
+def _read(file: str) -> bytes:
     try:
         with open(file, "rb", opener=regular) as opened:
-            return io.BytesIO(opened.read())
+            return bytes(opened.read())
     except (OSError, ValueError) as error:
         raise UserError(
             f"{_short(file)}: cannot be read: {getattr(error, 'strerror', None) or error}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import unquote
 
@@ -194,7 +194,7 @@ def with_image_column(row: Message, names: Iterable[str]) -> Message:
         return row
     rest = list(images)
     columns = {
-        name: [_with_images(message, rest) for message in row[name]]
+        name: [with_parts(message, lambda part, _: _filled(part, rest)) for message in row[name]]
         for name in names
         if isinstance(row.get(name), list)
     }
@@ -208,14 +208,16 @@ def with_image_column(row: Message, names: Iterable[str]) -> Message:
     return without(row, ("images",)) | columns
 
 
-def _with_images(message: Any, images: list[object]) -> Any:
-    """Returns a message with images, from the front of the list, in parts that have none."""
+def with_parts(message: Any, change: Callable[[Any, int], object]) -> Any:
+    """Returns a message with ``change(part, its index)`` for each part of its content, if that is a list."""
     if not isinstance(message, dict) or not isinstance(parts := message.get("content"), list):
         return message
-    own = [
-        {**part, "image": images.pop(0)} if images and part == {"type": "image"} else part for part in parts
-    ]
-    return {**message, "content": own}
+    return message | {"content": [change(part, index) for index, part in enumerate(parts)]}
+
+
+def _filled(part: object, images: list[object]) -> object:
+    """Returns a part with the first one of the images, which is removed, if it is an image without source."""
+    return {"type": "image", "image": images.pop(0)} if images and part == {"type": "image"} else part
 
 
 def joined_parts(parts: list[Message]) -> str | list[Message]:
