@@ -289,8 +289,8 @@ def play(
                 "shows some; choose another one, or set its attribute reads_images"
             )
         completions = sampler.sample(contexts, max_tokens, chat.ends, turn_seeds)
-        for (rollout, _), completion in zip(unfinished, completions, strict=True):
-            rollout.write(*_cut_at_placeholder(completion, rollout.context))
+        for (rollout, _), context, completion in zip(unfinished, contexts, completions, strict=True):
+            rollout.write(*_cut_at_placeholder(completion, context))
             _answer(rollout, chat, max_rollout_tokens)
         unfinished = [(rollout, seed) for rollout, seed in unfinished if rollout.reward is None]
         turn += 1
