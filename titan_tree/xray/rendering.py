@@ -33,7 +33,7 @@ SYSTEM, TOOLS, USER, ASSISTANT, THOUGHT, TOOL, OTHER, IMAGE = range(len(KINDS))
 ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT, "tool": TOOL}
 BEGINS = [bytes([0xF8 + kind]) for kind in range(OTHER)]  # of messages; UTF-8 has no byte above 0xF7
 ENDS = b"\xff"
-IMAGE_TOKEN = b"\xfe"  # of which an image has as many as tokens
+IMAGE_BYTE = b"\xfe"  # of which an image has as many as tokens
 MOST_BYTES = 1 << 28  # of the paths of one group; its tree takes about 12 times as much memory
 NEEDLE = 32  # characters by which a message is found in a rendered text
 SETTINGS = ("weight", "temperature")  # of a record, for its paths
@@ -135,7 +135,7 @@ def byte_path(trajectory: Trajectory, loaded: Loaded) -> list[RenderedPath]:
         return []
     only_last = record.get("turns") == "last"
     parts: list[tuple[bytes, int, bool]] = []  # text, kind, whether it is trained
-    images: list[tuple[int, Image]] = []
+    images: list[tuple[int, Image]] = []  # with the numbers of their parts
     if record.get("tools"):
         text = json.dumps(record["tools"], ensure_ascii=False)
         parts.append((BEGINS[TOOLS] + text.encode() + ENDS, TOOLS, False))
@@ -150,8 +150,8 @@ def byte_path(trajectory: Trajectory, loaded: Loaded) -> list[RenderedPath]:
                 if (image := part.get("image")) is None:
                     parts.append((part["text"].encode(), kind, False))
                 else:
-                    images.append((sum(len(text) for text, _, _ in parts), image))
-                    parts.append((IMAGE_TOKEN * len(image), kind, False))
+                    images.append((len(parts), image))
+                    parts.append((IMAGE_BYTE * len(image), kind, False))
             parts.append((ENDS, kind, False))
             continue
         how = ending(message.get("finish_reason"), "finish_reason")
@@ -174,7 +174,9 @@ def byte_path(trajectory: Trajectory, loaded: Loaded) -> list[RenderedPath]:
     tokens = np.frombuffer(b"".join(text for text, _, _ in parts), np.uint8).astype(np.int32)
     trained = np.repeat(np.array([part[2] for part in parts], np.float32), lengths)
     kinds = np.repeat(np.array([part[1] for part in parts], np.int8), lengths)
-    path = TokenPath(tokens, trained, id=trajectory.name, images=images, **present_fields(record, SETTINGS))
+    starts = np.cumsum([0, *lengths]).tolist()
+    placed = [(starts[number], image) for number, image in images]
+    path = TokenPath(tokens, trained, id=trajectory.name, images=placed, **present_fields(record, SETTINGS))
     return [RenderedPath(path, kinds, trajectory)]
 
 
