@@ -39,7 +39,7 @@ from titan_tree.data.schema import (
     refuse_fields,
     turn_weights,
 )
-from titan_tree.data.token_store import STORED, StoredGroup, TokenStore
+from titan_tree.data.token_store import STORED, StoredGroup
 from titan_tree.errors import UserError, count, errors_at, printable, shorten
 from titan_tree.tree.path_fields import advantage_array, decoded_array, wrong
 from titan_tree.tree.paths import ModelLimits, TokenPath
@@ -135,38 +135,13 @@ class SampleReader:
             return None
         stored: StoredGroup = record[STORED]
         if stored.store.file not in self._checked_stores:
-            self._check_store(stored.store)
+            stored.store.check_made_for(self.config, self.tokenizer)
             self._checked_stores.add(stored.store.file)
         tree = stored.tree()
         with errors_at(place):
             for path in tree.paths:
                 path.check_limits(self.limits)
         return tree
-
-    def _check_store(self, store: TokenStore) -> None:
-        """Raises UserError if the configuration asks for other samples than the store holds."""
-        header, config = store.header, self.config
-        defaults = TreeTokenizer.samples.__kwdefaults__ or {}
-        if config.sample and defaults | config.sample != defaults | header["sample"]:
-            raise UserError(
-                f"{store.file}: made with data.sample = {header['sample']}, but it is now {config.sample}; "
-                "remove data.sample, or ingest the sources again"
-            )
-        estimator = config.advantage, dict(config.advantage_options)
-        if config.advantage != "given" and estimator != (
-            header["advantage"],
-            header.get("advantage_options", {}),
-        ):
-            raise UserError(
-                f"{store.file}: made without the advantages of data.advantage = {config.advantage!r} and its "
-                f"options; ingest the sources again with data.advantage={config.advantage}, or set 'given' "
-                "to use those that the store holds"
-            )
-        if self.tokenizer is not None and header["tokenizer"] not in (None, self.tokenizer.fingerprint()):
-            raise UserError(
-                f"{store.file}: made with another tokenizer or chat template ({header['tokenizer_name']}) "
-                "than that of this run; ingest the sources again with this one"
-            )
 
     def paths(self, group: Group) -> list[TokenPath]:
         """Returns the training samples of a group in file order: those that ``config.paths`` chooses.

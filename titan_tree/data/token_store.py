@@ -19,16 +19,20 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config.files import new_output, regular
 from titan_tree.data.readers import Reader, Record, Source
 from titan_tree.data.tree_bytes import padding, tree_from_bytes, tree_to_bytes
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree, TreeStats
+
+if TYPE_CHECKING:
+    from titan_tree.data.settings import DataConfig
 
 MAGIC = b"TITANTOK"
 VERSION = 1
@@ -95,6 +99,29 @@ class TokenStore:
         if zlib.crc32(content) != row["crc"]:
             raise UserError(f"{self.file}: group {index + 1} is damaged; copy or ingest the store again")
         return content
+
+    def check_made_for(self, config: DataConfig, tokenizer: TreeTokenizer | None) -> None:
+        """Raises UserError if the configuration asks for other samples than the store holds."""
+        header = self.header
+        defaults = TreeTokenizer.samples.__kwdefaults__ or {}
+        if config.sample and defaults | config.sample != defaults | header["sample"]:
+            raise UserError(
+                f"{self.file}: made with data.sample = {header['sample']}, but it is now {config.sample}; "
+                "remove data.sample, or ingest the sources again"
+            )
+        estimator = config.advantage, dict(config.advantage_options)
+        stored = header["advantage"], header.get("advantage_options", {})
+        if config.advantage != "given" and estimator != stored:
+            raise UserError(
+                f"{self.file}: made without the advantages of data.advantage = {config.advantage!r} and its "
+                f"options; ingest the sources again with data.advantage={config.advantage}, or set 'given' "
+                "to use those that the store holds"
+            )
+        if tokenizer is not None and header["tokenizer"] not in (None, tokenizer.fingerprint()):
+            raise UserError(
+                f"{self.file}: made with another tokenizer or chat template ({header['tokenizer_name']}) "
+                "than that of this run; ingest the sources again with this one"
+            )
 
 
 @dataclass(frozen=True)
