@@ -1,8 +1,10 @@
-"""Small tokenizers of the library ``tokenizers`` whose pipelines are not byte-level BPE."""
+"""Small tokenizers whose pipelines are not byte-level BPE, and the published chat templates."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 CONTROL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<a>", "<a>b", "x<a>yy", "<<")
@@ -58,3 +60,11 @@ def save(tokenizer: Tokenizer, folder: Path) -> dict:
     """Writes tokenizer.json into the folder, and returns its content."""
     tokenizer.save(str(folder / "tokenizer.json"))
     return json.loads((folder / "tokenizer.json").read_text())
+
+
+def published_template(name: str) -> Path:
+    """Returns the file of a published chat template, which the package trl has. Skips the test without it."""
+    trl = find_spec("trl")  # not imported, which takes seconds
+    if trl is None or trl.origin is None:
+        pytest.skip("needs trl")
+    return Path(trl.origin).with_name("chat_templates") / f"{name}.jinja"

@@ -2,13 +2,12 @@
 
 import dataclasses
 import random
-from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.support.cases import for_each
+from tests.support.tokenizer_files import published_template
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.components.tree_tokenizer.hf_files import write_byte_tokenizer
 from titan_tree.components.tree_tokenizer.templates import ChatTemplate
@@ -28,13 +27,8 @@ SHOW = (  # a template's text of content
 
 
 def template_of(name):
-    """Returns a built-in template, or the file of a published one, which the package trl has."""
-    if name not in PUBLISHED:
-        return name
-    trl = find_spec("trl")  # not imported, which takes seconds
-    if trl is None or trl.origin is None:
-        pytest.skip("needs trl")
-    return Path(trl.origin).with_name("chat_templates") / f"{name}.jinja"
+    """Returns the name of a built-in template, or the file of a published one."""
+    return published_template(name) if name in PUBLISHED else name
 
 
 def picture(seed, rows=8, columns=8):

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from tests.components.tree_tokenizer.test_templates import hf_folder, published_template
+from tests.components.tree_tokenizer.test_templates import hf_folder
 from tests.support.cases import for_each
+from tests.support.tokenizer_files import published_template
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.components.tree_tokenizer.hf_files import write_ends
 from titan_tree.components.tree_tokenizer.templates import ChatTemplate

@@ -3,13 +3,13 @@
 import json
 import random
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.support.cases import for_each
 from tests.support.conversations import random_conversation
+from tests.support.tokenizer_files import published_template
 from tests.support.trip import (
     ASSISTANT,
     CALLS,
@@ -327,10 +327,3 @@ def test_reasoning_effort_is_a_variable_of_the_published_template():
     assert len(set(texts.values())) == 3
     with pytest.raises(UserError, match=r"Unexpected reasoning effort high\. Supported types are xhigh"):
         tokenizer.samples(messages, reasoning_effort="high")
-
-
-def published_template(name):
-    trl = find_spec("trl")  # not imported, which takes seconds
-    if trl is None or trl.origin is None:
-        pytest.skip("needs trl")
-    return Path(trl.origin).with_name("chat_templates") / f"{name}.jinja"
