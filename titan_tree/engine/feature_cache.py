@@ -61,15 +61,9 @@ class FeatureCache:
 _CACHES: WeakKeyDictionary[nn.Module, FeatureCache] = WeakKeyDictionary()  # by tower
 
 
-def frozen_features(model: TreeModel, keys: Sequence[str], pixels: Sequence[Tensor]) -> list[Tensor]:
-    """Returns what ``model.encode`` does for a frozen tower, from the tower's cache.
-
-    Args:
-        keys: ``Image.key`` of each image.
-        pixels: see ``TreeModel.encode``.
-    """
-    assert model.visual is not None
-    return _CACHES.setdefault(model.visual, FeatureCache()).encode(model, keys, pixels)
+def cache_of(tower: nn.Module) -> FeatureCache:
+    """Returns the cache of a frozen tower."""
+    return _CACHES.setdefault(tower, FeatureCache())
 
 
 def forget_features() -> None:

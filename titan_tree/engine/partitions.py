@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titan_tree.components.tree_attention.context import add_gradient
 from titan_tree.engine.activations import Activations
-from titan_tree.engine.feature_cache import frozen_features
+from titan_tree.engine.feature_cache import cache_of
 from titan_tree.models.layers import at_least_fp32
 from titan_tree.models.tree_model import ModelOutput, TreeModel
 from titan_tree.tree.batch import TreeBatch
@@ -110,8 +110,8 @@ def encode(model: TreeModel, batches: Sequence[TreeBatch]) -> tuple[list[Tensor]
     first, *others = batches
     if first.image_row is None and not isinstance(model.visual, FSDPModule):
         return None, batches
-    if model.keeps_features:
-        rows = frozen_features(model, first.image_keys, first.pixels)
+    if model.visual is not None and model.keeps_features:
+        rows = cache_of(model.visual).encode(model, first.image_keys, first.pixels)
     else:
         rows = model.encode(first.pixels)
     return rows, [replace(first, pixels=(), image_keys=()), *others]
