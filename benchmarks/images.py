@@ -36,7 +36,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ from titan_tree.tree.images import Image
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
-# The towers of Qwen3-VL-2B and Qwen3.5-2B, from vision_config of config.json, without its defaults.
+# vision_config of Qwen3-VL-2B, without its defaults. That of Qwen3.5-2B is assumed to have the same sizes.
 TOWER = {
     "depth": 24,
     "hidden_size": 1024,
@@ -208,14 +208,11 @@ def rows(case: Case) -> Iterator[list[TokenPath]]:
     """Yields the paths of each leaf, with images of their own."""
     leaves = [tree.paths for paths in case.groups for tree in leaf_trees(paths)]
     for row, paths in enumerate(leaves):
-        own = [
-            [
-                (at, RowImage(image.pixels, image.patch, owner=f"{row} {image.key}"))
-                for at, image in path.images
-            ]
-            for path in paths
-        ]
-        yield [TokenPath(p.tokens, p.loss_mask, images=i) for p, i in zip(paths, own, strict=True)]
+
+        def own(image: Image, row: int = row) -> Image:
+            return RowImage(image.pixels, image.patch, owner=f"{row} {image.key}")
+
+        yield [replace(p, images=tuple((at, own(image)) for at, image in p.images)) for p in paths]
 
 
 def measure(
