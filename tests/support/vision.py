@@ -6,10 +6,13 @@ import transformers
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.support.oracle import EXPERTS, SIZES, path_coefficients
+from titan_tree.components.tree_loss.loss import TreeLoss
+from titan_tree.engine.tree_step import TreeStep
 from titan_tree.models.pretrained import load_pretrained
 from titan_tree.tree.images import Image
 from titan_tree.tree.paths import TokenPath
 
+KINDS = ("Qwen3_5", "Qwen3_5Moe", "Qwen3VL", "Qwen3VLMoe")
 IMAGE, START, END = 58, 59, 60  # ids: placeholder of an image token, begin and end of an image
 PATCH = 8  # pixels per token in each direction
 TOWER = {
@@ -153,3 +156,11 @@ def per_path(hf, paths, reduction="path_mean"):
         for name, p in hf.named_parameters()
     }
     return [x.detach() for x in logprobs], loss, gradients
+
+
+def run_step(model, micro_batches, partitioner=None):
+    """Returns loss and gradients of a step."""
+    step = TreeStep(model, TreeLoss("sft", "path_mean"), partitioner=partitioner)
+    model.zero_grad(set_to_none=True)
+    result = step.run(step.prepare(micro_batches))
+    return result.loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
