@@ -19,7 +19,7 @@ from tests.support.processes import process_group, run_ranks
 from titan_tree.cli.plan.device import GIB
 from titan_tree.cli.plan.layer_trace import LayerTrace
 from titan_tree.cli.plan.memory import exchanged
-from titan_tree.cli.plan.tower_trace import image_bytes
+from titan_tree.cli.plan.tower_trace import chunk_bytes
 from titan_tree.components.backends import ATTENTION_BACKENDS
 from titan_tree.components.tree_attention import block_lists, operator
 from titan_tree.distributed import titan
@@ -260,19 +260,20 @@ def test_an_image_needs_what_the_tower_allocates_on_a_cpu(name, vision, monkeypa
     sizes = {"hidden_size": 128, "intermediate_size": 512, "depth": 4, "deepstack_visual_indexes": [0, 2]}
     monkeypatch.setattr(vision_models, "DEBUG_TOWER", vision_models.DEBUG_TOWER | sizes)
     tower = build_model(name, "debug", vision=vision).visual.bfloat16()
-    pixels = torch.zeros(160, 224, 3, dtype=torch.uint8)
+    images = (160, 224), (64, 96)
+    pixels = [torch.zeros(*image, 3, dtype=torch.uint8) for image in images]
     for weight in tower.parameters():
         weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
 
     def run():
         with torch.set_grad_enabled(vision == "train"):
-            rows = tower((pixels,))
+            rows = tower(pixels)
         if vision == "train":
             torch.autograd.backward(rows, list(map(torch.ones_like, rows)))
 
     run()
     peak = max(accumulate(memory_events(run)))
-    assert image_bytes(tower, 160, 224, torch.bfloat16) == pytest.approx(peak, rel=0.03)
+    assert chunk_bytes(tower, images, torch.bfloat16) == pytest.approx(peak, rel=0.03)
 
 
 @pytest.mark.slow
@@ -285,7 +286,7 @@ def test_the_page_has_the_memory_of_a_screenshot(monkeypatch):
     for vision in ("train", "frozen"):
         with torch.device("meta"):
             tower = build_model("qwen3", "debug", vision=vision).visual
-        found.append(image_bytes(tower, 1088, 1920, torch.bfloat16) / GIB)
+        found.append(chunk_bytes(tower, [(1088, 1920)], torch.bfloat16) / GIB)
     sentence = (
         f"`plan` computes {found[0]:.1f} GiB for 1920 x 1080 pixels and {found[1]:.1f} GiB for a frozen tower"
     )

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.processes import process_group, run_ranks
 from titan_tree.cli.plan.layer_trace import Kept
 from titan_tree.cli.plan.memory import CONTEXT, GIB, NCCL, MemoryPlan
-from titan_tree.cli.plan.tower_trace import image_bytes
+from titan_tree.cli.plan.tower_trace import chunk_bytes
 from titan_tree.cli.plan.workload import OwnerSizes, PassSizes
 from titan_tree.components.tree_attention import block_lists
 from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
@@ -379,9 +379,9 @@ def test_features_of_images_are_those_of_a_step(vision, dtype):
     parts = with_images(vision, training__dtype=dtype).moments()[MOMENTS["loss"]]
     assert parts["features of images"] == found > 0
     assert parts["pixels of images"] == sum(image.pixels.nbytes for image in shown)
-    largest = image_bytes(model.visual, *IMAGES[1], getattr(torch, dtype))
-    moment = with_images(vision, training__dtype=dtype).moments()["an image in the tower"]
-    assert moment["image in the tower"] == largest
+    largest = chunk_bytes(model.visual, IMAGES, getattr(torch, dtype))
+    moment = with_images(vision, training__dtype=dtype).moments()["images in the tower"]
+    assert moment["images in the tower"] == largest
 
 
 def test_a_trained_tower_is_the_last_unit_of_the_backward_pass():
@@ -392,7 +392,7 @@ def test_a_trained_tower_is_the_last_unit_of_the_backward_pass():
     largest = 128 * (4 + 2 + 2 + 4) * 32 + 2 * 32 + 2 * 128 + 3 * 128 * 384
     for vision, trained in (("train", whole + tower), ("frozen", whole)):
         memory = with_images(vision, parallel__reduce_gradients="last")
-        parts = memory.moments()["an image in the tower"]
+        parts = memory.moments()["images in the tower"]
         assert parts["gradients"] == 4 * trained
         assert parts["weights"] == pytest.approx(whole + tower, rel=0.01)  # 4 bytes on 4 ranks
         assert parts["weights for computation"] == 2 * (whole + tower)

@@ -1,5 +1,6 @@
 """Ranks that share a tower's weights, with different numbers of images, train exactly as one process does."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,9 @@ def counting(tower: Any, encoded: list[int]) -> Any:
     """Returns the class ``tower`` with the sizes of images appended to ``encoded`` in tokens."""
 
     class Counting(tower):
-        def features(self, pixels: Tensor) -> tuple[Tensor, ...]:
-            encoded.append(pixels.shape[0] * pixels.shape[1] // self.patch**2)
-            return super().features(pixels)
+        def features(self, images: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            encoded.extend(image.shape[0] * image.shape[1] // self.patch**2 for image in images)
+            return super().features(images)
 
     return Counting
 

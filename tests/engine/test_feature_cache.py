@@ -31,7 +31,7 @@ def encoded(model, monkeypatch):
     sizes, kind = [], type(model.visual)
     made = kind.features
     monkeypatch.setattr(
-        kind, "features", lambda self, pixels: sizes.append(len(pixels)) or made(self, pixels)
+        kind, "features", lambda self, images: sizes.extend(map(len, images)) or made(self, images)
     )
     return sizes
 

@@ -1,10 +1,15 @@
-"""fp32 on a GPU is fp32, and processes share its memory."""
+"""fp32 on a GPU is fp32, processes share its memory, and the longest tests start first."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Moves tests of several ranks to the front: models compile there for minutes."""
+    items.sort(key=lambda item: item.path.name != "test_ranks_gpu.py")
 
 
 @pytest.fixture(autouse=True)

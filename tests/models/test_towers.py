@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -39,12 +40,13 @@ from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.settings import ParallelConfig
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
+from titan_tree.models import vision
 from titan_tree.models.hf.names import model_name
 from titan_tree.models.lora.adapters import add_lora
 from titan_tree.models.lora.peft import save_adapter
 from titan_tree.models.pretrained import build_model, load_pretrained, save_pretrained
 from titan_tree.models.settings import LoRAConfig, ModelConfig
-from titan_tree.models.vision import patches
+from titan_tree.models.vision import chunks, patches
 from titan_tree.run.balance.splitting import unit_sizes
 from titan_tree.run.build import build_reader
 from titan_tree.run.model_setup import build_parallel_model
@@ -79,6 +81,34 @@ def test_patches_are_those_of_the_image_processor(size):
     assert got.dtype == torch.float32
     assert torch.equal(got, want["pixel_values"])
     assert torch.equal(grid, want["image_grid_thw"])
+
+
+def test_images_run_together_up_to_the_pixels_of_a_screen():
+    screen, half, small = (1080, 1920), (540, 1920), (384, 640)
+    for images, want in (
+        ([], []),
+        ([screen, screen], [[screen], [screen]]),
+        ([(2160, 3840), small], [[(2160, 3840)], [small]]),
+        ([half, half, small], [[half, half], [small]]),
+        ([small] * 10, [[small] * 8, [small] * 2]),
+    ):
+        assert chunks(images, math.prod) == want
+
+
+def test_images_that_run_together_have_the_rows_and_gradients_of_each_alone(exact, monkeypatch):
+    """Chunks of 10,000 pixels hold the first three images, and the other two."""
+    pixels = [image(*size, seed).pixels for seed, size in enumerate([(2, 3), (1, 1), (1, 2), (3, 3)])]
+    results = []
+    for most in (10_000, 0, 1 << 21):
+        monkeypatch.setattr(vision, "MAX_PIXELS", most)
+        exact.zero_grad()
+        rows = exact.encode([*map(torch.from_numpy, pixels), torch.from_numpy(pixels[0])])
+        torch.stack([x.sin().sum() for x in rows]).sum().backward()
+        results.append([*rows, *(p.grad.clone() for p in exact.visual.parameters() if p.grad is not None)])
+    exact.zero_grad()
+    for got in results[1:]:
+        for this, want in zip(got, results[0], strict=True):
+            torch.testing.assert_close(this, want, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", slow_except(["Qwen3_5", "Qwen3VLMoe"], KINDS))

@@ -1,16 +1,16 @@
 """The tower: the vision model of a snapshot, which turns images into features in place of embeddings.
 
-It is the module of transformers, as ``TreeModel.visual``. Attention stays within an image, so each image runs
-alone, and once for all of its tokens in a micro-batch.
+It is the module of transformers, as ``TreeModel.visual``. An image runs once for all of its tokens in a
+micro-batch. Small images run together, because one alone leaves a GPU idle. Attention stays within an image.
 
 H, W pixels of an image, R image rows (see tree/images.py), d hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,11 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from titan_tree.errors import UserError, printable, shorten
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.decoder_config import ConfigJson
+
+T = TypeVar("T")
+MAX_PIXELS = (
+    1 << 21
+)  # of images that run together, about one screen of 1920 x 1080; a larger image runs alone
 
 # The tower of the flavor "debug", whose images have 32 x 32 pixels per token, as published ones have.
 DEBUG_TOWER: ConfigJson = {
@@ -111,7 +116,7 @@ def tower_class(published: Any) -> Any:
         def forward(self, pixels: Sequence[Tensor]) -> tuple[Tensor, ...]:
             """Returns the rows of all images, [R, d], and those of each deepstack output.
 
-            Activations are not stored: the backward pass runs each image again. Without images, an empty one
+            Activations are not stored: the backward pass runs the images again. Without images, an empty one
             runs, and nothing is returned of it. Ranks that share the weights thus make equal passes.
 
             Args:
@@ -121,23 +126,38 @@ def tower_class(published: Any) -> Any:
             # Snapshots do not have this constant, and a model that was on "meta" has lost it.
             rope.inv_freq = rope.compute_axial_rope_parameters(self.config, device="cpu")[0].to(device)
             images = pixels or (torch.zeros(self.patch, self.patch, 3, dtype=torch.uint8),)
+            moved = [image.to(device, non_blocking=True) for image in images]
             outputs = [
-                checkpoint(self.features, image, use_reentrant=False, preserve_rng_state=False)
-                for image in [image.to(device, non_blocking=True) for image in images]
+                checkpoint(self.features, chunk, use_reentrant=False, preserve_rng_state=False)
+                for chunk in chunks(moved, lambda image: image.shape[0] * image.shape[1])
             ]
             rows = tuple(map(torch.cat, zip(*outputs, strict=True)))
             return rows if pixels else tuple(x[:0] for x in rows)
 
-        def features(self, pixels: Tensor) -> tuple[Tensor, ...]:
-            """Returns the rows of one image."""
+        def features(self, images: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            """Returns the rows of images that run together."""
             c = self.config
-            x, grid = patches(pixels, c.patch_size, c.spatial_merge_size, c.temporal_patch_size)
+            sizes = c.patch_size, c.spatial_merge_size, c.temporal_patch_size
+            x, grids = map(torch.cat, zip(*(patches(image, *sizes) for image in images), strict=True))
             # On the host, where each block reads it.
-            ends = torch.tensor([0, len(x)], dtype=torch.int32, device="cpu")
-            out = super().forward(x, grid.to(x.device), cu_seqlens=ends)
+            ends = torch.tensor([0, *grids.prod(1).cumsum(0).tolist()], dtype=torch.int32, device="cpu")
+            out = super().forward(x, grids.to(x.device), cu_seqlens=ends)
             return out.pooler_output, *(getattr(out, "deepstack_features", None) or ())
 
     return Tower
+
+
+def chunks(images: Iterable[T], pixels: Callable[[T], int]) -> list[list[T]]:
+    """Returns the images that run together, in their order. ``pixels`` returns the number of an image."""
+    found: list[list[T]] = []
+    total = MAX_PIXELS
+    for image in images:
+        total += pixels(image)
+        if total > MAX_PIXELS:
+            found.append([])
+            total = pixels(image)
+        found[-1].append(image)
+    return found
 
 
 def patches(pixels: Tensor, patch_size: int, merge: int, temporal: int) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from titan_tree.cli.plan.device import GIB
 from titan_tree.cli.plan.layer_trace import LayerTrace
-from titan_tree.cli.plan.tower_trace import image_bytes
+from titan_tree.cli.plan.tower_trace import chunk_bytes
 from titan_tree.cli.plan.workload import StepSizes, is_partitioned
 from titan_tree.components.logprobs import BLOCK_ELEMENTS
 from titan_tree.components.tree_attention.block_lists import table_bytes
@@ -30,6 +30,7 @@ from titan_tree.models.decoder import Decoder
 from titan_tree.models.gated_delta_net import GatedDeltaNet
 from titan_tree.models.layers import MLP
 from titan_tree.models.tree_model import is_trained
+from titan_tree.models.vision import chunks
 from titan_tree.run.config import Config
 from titan_tree.tree.batch import TokenShard
 from titan_tree.tree.costs import row_bytes
@@ -92,9 +93,10 @@ class MemoryPlan:
         self.tower_size = 0 if tower is None else gathered_size(tower)
         self.trains_tower = tower is not None and is_trained(tower)
         self.pixels = max(sum(map(math.prod, each.images)) for each in passes)  # of a micro-batch
-        largest = max((image for each in passes for image in each.images), key=math.prod, default=None)
-        self.image_bytes = (
-            image_bytes(tower, *largest, getattr(torch, config.training.dtype)) if largest else 0
+        together = [chunk for each in passes for chunk in chunks(each.images, math.prod)]
+        largest = max(together, key=lambda chunk: sum(map(math.prod, chunk)), default=None)
+        self.chunk_bytes = (
+            chunk_bytes(tower, largest, getattr(torch, config.training.dtype)) if largest else 0
         )
 
     def peak(self, imbalance: float = 1.0) -> tuple[str, Parts]:
@@ -119,7 +121,7 @@ class MemoryPlan:
         }
         after = fixed | {"gradients": gradients}
         backward = self._summed(layer) | self._backward(imbalance)
-        image = {"image in the tower": float(self.image_bytes)}
+        image = {"images in the tower": float(self.chunk_bytes)}
         if self.trains_tower:
             image |= {"gradients": gradients} | self._summed(self.tower_size)
         return {
@@ -127,7 +129,7 @@ class MemoryPlan:
             "the backward pass of the last layer": before | backward,
             "the backward pass of the first layer": after | backward,
             "the end of the backward pass": after | self._summed(root),
-            "an image in the tower": before | {"activations": 0.0} | image,
+            "images in the tower": before | {"activations": 0.0} | image,
         }
 
     def _fixed(self) -> Parts:

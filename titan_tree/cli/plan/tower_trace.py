@@ -1,8 +1,8 @@
-"""The memory that the tower needs while it runs an image. Its operators decide it, as it is not compiled."""
+"""The memory that the tower needs while it runs images. Its operators decide it, as it is not compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,8 +34,12 @@ class _Live(TorchDispatchMode):
         return out
 
 
-def image_bytes(visual: Any, height: int, width: int, dtype: torch.dtype) -> int:
-    """Returns the most bytes of activations of an image in the tower, and of gradients if it is trained."""
+def chunk_bytes(visual: Any, images: Sequence[Sequence[int]], dtype: torch.dtype) -> int:
+    """Returns the most bytes of activations of images that run together, and of gradients if it is trained.
+
+    Args:
+        images: height and width of each.
+    """
     c, trained = visual.config, is_trained(visual)
     with FakeTensorMode(), torch.device("cpu"), torch.set_grad_enabled(trained):
         tower = type(visual)._from_config(c, dtype=dtype).requires_grad_(trained)
@@ -43,15 +47,17 @@ def image_bytes(visual: Any, height: int, width: int, dtype: torch.dtype) -> int
         for weight in weights:
             weight.grad = torch.empty_like(weight)
         with _Live([*weights, *(weight.grad for weight in weights)]) as live:
-            pixels = torch.empty(height, width, 3, dtype=torch.uint8)
-            x, grid = patches(pixels, c.patch_size, c.spatial_merge_size, c.temporal_patch_size)
+            sizes = c.patch_size, c.spatial_merge_size, c.temporal_patch_size
+            pixels = [torch.empty(*image, 3, dtype=torch.uint8) for image in images]
+            x, grids = map(torch.cat, zip(*(patches(image, *sizes) for image in pixels), strict=True))
+            ends = np.cumsum([0, *(height * width // c.patch_size**2 for height, width in images)])
             tables = {
                 "interp_indices": torch.empty(len(x), 4, dtype=torch.int64),
                 "interp_weights": torch.empty(len(x), 4),
                 "position_ids": torch.empty(len(x), 2, dtype=torch.int64),
-                "cu_seqlens": np.array([0, len(x)]),  # no fake tensor: the tower reads the values
+                "cu_seqlens": ends,  # no fake tensor: the tower reads the values
             }
-            out = super(type(tower), tower).forward(x, grid, **tables)
+            out = super(type(tower), tower).forward(x, grids, **tables)
             if trained:
                 rows = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
                 del x, out
