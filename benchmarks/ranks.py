@@ -3,7 +3,6 @@
 torchrun --nproc-per-node 2 -m benchmarks ranks --flavor 0.6B
 torchrun --nproc-per-node 2 -m benchmarks ranks --way tokens --flavor 8B --layers 8 --tokens 131072
 torchrun --nproc-per-node 2 -m benchmarks ranks --model qwen3_moe --flavor 30B-A3B --layers 4 --way experts
-torchrun --nproc-per-node 2 -m benchmarks ranks --tree chain --way weights torchtitan
 
 All ways run in the same processes, one after the other, with the same random weights. A step consists of
 forward and backward passes, gradient clipping and AdamW.
@@ -13,11 +12,9 @@ forward and backward passes, gradient clipping and AdamW.
 - *weights*: every GPU trains trees of its own. FSDP2 shards weights, gradients and optimizer states.
 - *experts*: the same, and the GPUs also share the experts of each layer (parallel.expert_parallel).
 - *tokens*: all GPUs share the tokens of the same trees (parallel.sequence_parallel).
-- *torchtitan*: torchtitan's own Qwen3 on the same chains (--tree chain), with its FSDP2. All GPUs share the
-  experts. Its gradients are reduced after every micro-batch. benchmarks/torchtitan_model.py says what else.
 
-``--routing balanced`` replays experts that are chosen equally often, by random tokens; torchtitan gives them
-to tokens in turn. With "random", the random weights of the router use experts unevenly.
+``--routing balanced`` replays experts that are chosen equally often, by random tokens. With "random", the
+random weights of the router use experts unevenly.
 
 Times are medians of the slowest GPU. TFLOP/s are those of one GPU. "of alone" is their ratio to the first
 way's. "exposed ms" is the time of a step in which a GPU only communicates.
@@ -30,7 +27,6 @@ import dataclasses
 import gc
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -44,9 +40,8 @@ from benchmarks.trees import SHAPES, random_tree
 from titan_tree.cli.bench.record import Row, device_name
 from titan_tree.distributed import titan
 from titan_tree.distributed.settings import ParallelConfig
-from titan_tree.errors import UserError
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.run.model_setup import build_model_without_weights, build_parallel_model
+from titan_tree.run.model_setup import build_parallel_model
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.routed_experts import RoutedExperts
 from titan_tree.tree.token_tree import TokenTree
@@ -81,17 +76,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="micro-batches of a step, of one tree each (default: %(default)s)",
     )
     add("--tree", nargs="+", choices=SHAPES, default=["agent"])
-    ways = ["alone", "weights", "experts", "tokens", "torchtitan"]
+    ways = ["alone", "weights", "experts", "tokens"]
     add("--way", nargs="+", choices=ways, default=ways[:2])
     add("--routing", choices=["random", "balanced"], default="random")
-    help = "as parallel.reduce_gradients; torchtitan reduces after every micro-batch"
+    help = "as parallel.reduce_gradients (default: %(default)s)"
     add("--reduce-gradients", choices=["last", "every"], default="last", help=help)
 
 
 def run(args: argparse.Namespace) -> list[Row]:
     """Returns a row per way and tree."""
-    if "torchtitan" in args.way:
-        check_torchtitan(args)
     with steps.process_group() as (ranks, device):
         setting = steps.model_setting(args)
         setting |= {"tokens": args.tokens, "trees": args.trees, "routing": args.routing}
@@ -100,18 +93,6 @@ def run(args: argparse.Namespace) -> list[Row]:
         first = {each.shape: each for each in reversed(contenders)}
         rows = [setting | table_row(each, first[each.shape], args, device) for each in contenders]
         return rows if dist.get_rank() == 0 else []
-
-
-def check_torchtitan(args: argparse.Namespace) -> None:
-    """Raises UserError for what torchtitan's model cannot be timed on."""
-    for name, got, expected in (
-        ("--model", args.model, ("qwen3", "qwen3_moe")),
-        ("--tree", " ".join(args.tree), ("chain",)),
-    ):
-        if got not in expected:
-            raise UserError(f"{name}: expected {' or '.join(expected)} with --way torchtitan, got {got}")
-    if args.tokens % 8:  # chunks of its loss
-        raise UserError(f"--tokens: expected a multiple of 8 with --way torchtitan, got {args.tokens}")
 
 
 @dataclasses.dataclass
@@ -133,12 +114,18 @@ def measure_all(args: argparse.Namespace, way: str, ranks: DeviceMesh, device: t
     size, mesh = ranks.size(), ranks
     if way == "alone":
         mesh = init_device_mesh(ranks.device_type, (size, 1), mesh_dim_names=("rank", "alone"))["alone"]
-    prepare, update, model = build(args, way, mesh, device)
+    parallel = ParallelConfig(
+        sequence_parallel=size if way == "tokens" else 1, expert_parallel=size if way == "experts" else 1
+    )
+    training = steps.training_config(args, dtype="bfloat16" if device.type == "cuda" else "float32")
+    model = build_parallel_model(steps.model_config(args), training, parallel, mesh)
+    step = steps.training_step(model, device, reduce_gradients=args.reduce_gradients)
+    update = steps.optimizer_update(model)
     found = []
     for shape in args.tree:
         first = 0 if way == "tokens" else args.trees * dist.get_rank()
         trees = [make_tree(model, shape, args, seed) for seed in range(first, first + args.trees)]
-        run = partial(update, prepare(trees))
+        run = partial(update, step, step.prepare([[tree] for tree in trees]))
         share = size if way == "tokens" else 1
         contender = Way(way, list, shape=shape, tokens=sum(map(len, trees)) // share)
         contender.flops = sum(model.costs().training_flops(TreeBatch.from_trees([t])) for t in trees) / share
@@ -158,32 +145,6 @@ def measure_all(args: argparse.Namespace, way: str, ranks: DeviceMesh, device: t
         contender.measure = list  # keeps no model alive
         found.append(contender)
     return found
-
-
-def build(
-    args: argparse.Namespace, way: str, mesh: DeviceMesh, device: torch.device
-) -> tuple[Callable[[list[TokenTree]], Any], Callable[[Any], object], TreeModel]:
-    """Returns a function that prepares trees, a whole step of what it returns, and titan_tree's model.
-
-    For torchtitan's step, titan_tree's model has no weights, only sizes.
-    """
-    if way == "torchtitan":
-        from benchmarks import torchtitan_model
-
-        with torch.device("meta"):
-            sizes = build_model_without_weights(steps.model_config(args))
-        _, update = torchtitan_model.training_step(sizes.config, args, device)
-        return partial(torchtitan_model.prepare, device=device), update, sizes
-    size = mesh.size()
-    parallel = ParallelConfig(
-        sequence_parallel=size if way == "tokens" else 1,
-        expert_parallel=size if way == "experts" else 1,
-    )
-    training = steps.training_config(args, dtype="bfloat16" if device.type == "cuda" else "float32")
-    model = build_parallel_model(steps.model_config(args), training, parallel, mesh)
-    step = steps.training_step(model, device, reduce_gradients=args.reduce_gradients)
-    update = partial(steps.optimizer_update(model), step)
-    return lambda trees: step.prepare([[tree] for tree in trees]), update, model
 
 
 def make_tree(model: TreeModel, shape: str, args: argparse.Namespace, seed: int) -> TokenTree:

@@ -26,7 +26,7 @@ MEASUREMENTS = (
     *OTHER_RULES,
     "trl --lora 4",
     "attention --tree bushy --cases gpt-oss DeepSeek-V3",
-    "ranks --tree chain --way weights torchtitan --model qwen3_moe",
+    "ranks --way experts --model qwen3_moe --routing balanced",
 )
 PICTURES = {  # of docs/img: the benchmark and its rows in docs/data
     "attention": ("attention", "attention_sweep"),
