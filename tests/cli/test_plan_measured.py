@@ -125,6 +125,9 @@ RUNS: dict[str, Callable[[], float]] = {
     "30B-A3B, 12 layers, agent, 32,768, experts over 2": on_two(
         "qwen3_moe", "30B-A3B", 32_768, "none", layers=12, parallel__expert_parallel=2
     ),
+    "35B-A3B, 8 layers, agent, 32,768, experts over 2": on_two(
+        "qwen3_5_moe", "35B-A3B", 32_768, "none", layers=8, parallel__expert_parallel=2
+    ),
 }
 MEMORY_BOUND = 0.05  # largest relative error
 
