@@ -18,7 +18,16 @@ from tests.support import formats
 from tests.support.datasets import sample_reader
 from tests.support.formats import TOKEN_ROWS, Task, write_lines
 from tests.support.sessions import CLAUDE, CODEX, OPENHANDS, OPENHANDS_NEWER, PI
-from tests.support.traces import GYM, LIGHTNING, TRACE, episode
+from tests.support.traces import (
+    BRANCHES,
+    EPISODES,
+    GYM,
+    GYM_CALLS,
+    LIGHTNING,
+    TRACE,
+    TRIAL,
+    episode,
+)
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.errors import UserError
 
@@ -78,6 +87,10 @@ def original_rows(folder: Path) -> dict[str, list[Any]]:
         "verifiers": [TRACE, episode(TRACE)],
         "nemo_gym": [GYM],
         "agent_lightning": [LIGHTNING],
+        "nemo_gym_capture": GYM_CALLS,
+        "agentcore": [EPISODES[0]],
+        "skyrl_capture": BRANCHES,
+        "harbor": [TRIAL],
         "tau_bench": [formats.tau_bench(tasks)[:1]],
         "tau2_bench": [formats.tau2_bench(tasks)],
         **{name: [lines] for name, lines in SESSIONS.items()},

@@ -13,7 +13,7 @@ from tests.support import formats
 from tests.support.datasets import REAL_DATA, sample_reader
 from tests.support.formats import Task, write_dataset, write_document, write_lines, write_parquet
 from tests.support.sessions import CLAUDE, CODEX, OPENHANDS, PI
-from tests.support.traces import GYM, LIGHTNING, TRACE
+from tests.support.traces import BRANCHES, EPISODES, GYM, GYM_CALLS, LIGHTNING, TRACE, TRIAL
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.readers import (
     DEFAULT_FORMAT,
@@ -166,6 +166,10 @@ def test_every_format_is_recognized_by_one_reader_only(tmp_path):
         "verifiers": TRACE,
         "nemo_gym": GYM,
         "agent_lightning": LIGHTNING,
+        "nemo_gym_capture": GYM_CALLS[0],
+        "agentcore": EPISODES[0],
+        "skyrl_capture": BRANCHES[0],
+        "harbor": TRIAL,
     }
     names = [name for name in READERS if name != DEFAULT_FORMAT]
     assert files.keys() <= set(names)  # all formats of titan_tree itself

@@ -215,7 +215,8 @@ SECOND = ("response", "output", 2)
         ),
         (
             changed(GYM, *SECOND, "routed_experts", to="nrlre1:"),
-            "response.output[2].routed_experts: not supported; remove it",
+            "response.output[2].routed_experts: expected nrlre1:DTYPE:TxLxK:BASE64, got 'nrlre1:'; record "
+            "the call again",
         ),
         (
             changed(GYM, "_ng_task_index", to=None),

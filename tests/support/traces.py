@@ -122,3 +122,136 @@ LIGHTNING = {
     "logs": None,
     "metadata": {},
 }
+
+
+def entry(call_id, prompt, ids, logprobs, rollout="3-1", **fields):
+    """Returns a call that NeMo Gym captured, with the members that its store writes in this order."""
+    return {
+        "continuation_context_digest": "d",
+        "continuation_context_len": 1,
+        "continuation_fingerprint": "f",
+        "created_at": 1.5,
+        "cum_len": len(prompt + ids),
+        "digest": "d",
+        "fingerprint_version": 1,
+        "generation_log_probs": logprobs,
+        "generation_token_ids": ids,
+        "model": "m",
+        "model_call_id": call_id,
+        "output_items": [{"type": "message", "role": "assistant", "content": "..."}],
+        "parent_call_id": None,
+        "parent_resolution": "root",
+        "parent_resolution_reason": "",
+        "prompt_token_ids": prompt,
+        "response_id": "resp-1",
+        "rollout_id": rollout,
+        "routed_experts": None,
+        "schema_version": 3,
+        "token_item_index": 0,
+        **fields,
+    }
+
+
+# Of 4 tokens, 1 layer and 2 experts, as NeMo-RL's codec writes them: [0, 1], [1, 2], [2, 3], [-1, -1].
+ENVELOPE = "nrlre1:int16:4x1x2:AAABAAEAAgACAAMA/////w=="
+GYM_CALLS = [
+    entry("a", [1, 2], [3, 4], [-0.5, -0.25], routed_experts=ENVELOPE),
+    entry("b", [1, 2, 3, 4, 5], [6], [-0.125], parent_call_id="a", parent_resolution="resolved"),
+    entry("c", [1, 7], [8], [-1.0], parent_resolution="unresolved"),  # after a compaction
+]
+
+
+def gateway_trace(rollout, reward, tokens, mask, logprobs, truncated=False):
+    """Returns a TraceRecord of agentcore-rl-toolkit; its TrajectoryManager made those of EPISODES."""
+    return {
+        "token_ids": tokens,
+        "loss_mask": mask,
+        "logprobs": logprobs,
+        "rollout_id": rollout,
+        "reward": reward,
+        "response_length": len(mask),
+        "response": "",
+        "metadata": {"truncated": truncated, "use_tool": False, "ill_formed": False},
+        "status": "completed",
+    }
+
+
+def gateway_episode(rollout, reward):
+    records = [
+        gateway_trace(rollout, reward, [1, 2, 3, 4, 5, 6], [1, 1, 0, 1], [-0.5, -0.25, 0.0, -0.125], True),
+        gateway_trace(rollout, reward, [1, 2, 3, 4, 9, 10], [0, 0, 0, 1], [0.0, 0.0, 0.0, -0.75]),
+        gateway_trace(rollout, reward, [1, 7, 8], [1], [-1.0]),
+    ]
+    return {"rollout_id": rollout, "reward": reward, "records": records, "error": None}
+
+
+EPISODES = [  # as train.py of its Tinker backend writes groups
+    [gateway_episode("r1", 0.75), gateway_episode("r2", 0.25)],
+    [{"rollout_id": "r3", "reward": None, "records": [], "error": "TimeoutError: "}],
+]
+
+
+def branch(path, tokens, mask, logprobs, trajectory="tr_1", experts=None, reward=0.75):
+    """Returns a row of token_samples that skyrl-capture exports."""
+    return {
+        "schema_version": 1,
+        "path_id": f"{trajectory}-p000{path}",
+        "trajectory_id": trajectory,
+        "node_ids": ["n0", "n1"],
+        "abandoned": False,
+        "labels": {},
+        "annotations": {"reward": reward},
+        "model": "m",
+        "tools": None,
+        "trainable_count": sum(mask),
+        "input_ids": tokens,
+        "node_spans": [[0, 2], [2, len(tokens)]],
+        "loss_mask": mask,
+        "rollout_logprobs": logprobs,
+        "rollout_expert_indices": experts,
+        "stop_reason": "stop",
+        "tokenizer": "t",
+    }
+
+
+BRANCHES = [
+    branch(
+        0,
+        [1, 2, 3, 4, 5, 6],
+        [0, 0, 1, 1, 0, 1],
+        [0.0, 0.0, -0.5, -0.25, 0.0, -0.125],
+        experts=[[[0, 1]]] * 6,
+    ),
+    branch(1, [1, 2, 3, 4, 9, 10], [0, 0, 0, 0, 0, 1], [0.0, 0.0, -0.5, -0.25, 0.0, -0.75]),
+    branch(2, [1, 2, 3, 4, 9], [0] * 5, [0.0, 0.0, -0.5, -0.25, 0.0]) | {"masked_reason": "repeated_target"},
+]
+
+# TrialResult of Harbor, which its Chat filled, wrote this with a longer config and null members.
+TRIAL = {
+    "schema_version": 1,
+    "id": "2f0c4a3e-0000-4000-8000-000000000001",
+    "task_name": "hello",
+    "trial_name": "hello__abc",
+    "trial_uri": "file:///t",
+    "task_id": {"path": "/t/hello"},
+    "source": None,
+    "task_checksum": "c0ffee",
+    "config": {"agent": {"name": "terminus-2", "kwargs": {"temperature": 0.5}}},
+    "agent_info": {"name": "terminus-2", "version": "2", "model_info": None},
+    "agent_result": {
+        "n_input_tokens": 9,
+        "rollout_details": [
+            {
+                "prompt_token_ids": [[1, 2], [1, 2, 3, 4, 5]],
+                "completion_token_ids": [[3, 4], [6]],
+                "logprobs": [[-0.5, -0.25], [-0.125]],
+                "extra": {"routed_experts": [[[[0, 1]], [[1, 2]], [[2, 3]]], None]},
+            },
+            {"prompt_token_ids": [[1, 7]], "completion_token_ids": [[8]], "logprobs": [[-1.0]]},
+        ],
+    },
+    "verifier_result": {"rewards": {"reward": 0.75}},
+    "exception_info": None,
+    "step_results": None,
+    "reward_valid": True,
+}

@@ -2,7 +2,8 @@
 
 A container is JSON Lines, a JSON array of objects, one JSON object over several lines, a Parquet file, a
 folder of Arrow files that ``datasets.Dataset.save_to_disk`` wrote, or a folder of numbered events. A list of
-messages in place of an object, as an array or a line, is one row: {"messages": [...]}.
+messages in place of an object, as an array or a line, is one row: {"messages": [...]}. So is a list of
+episodes of agentcore-rl-toolkit: {"episodes": [...]}.
 """
 
 from __future__ import annotations
@@ -302,9 +303,12 @@ def _is_document(head: bytes) -> bool:
 
 
 def _as_row(value: object) -> object:
-    """Returns a list of messages as a row that holds them, and any other value as it is."""
-    are_messages = isinstance(value, list) and all(isinstance(m, dict) and "role" in m for m in value)
-    return {"messages": value} if value and are_messages else value
+    """Returns a list of messages or of episodes as a row that holds them, and any other value as it is."""
+    if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
+        return value
+    if all("role" in item for item in value):
+        return {"messages": value}
+    return {"episodes": value} if {"rollout_id", "records"} <= value[0].keys() else value
 
 
 def _parquet_batches(source: Source, batch_rows: int) -> Iterator[RecordBatch]:

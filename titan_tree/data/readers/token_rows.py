@@ -83,6 +83,8 @@ class TokenRowReader(RowReader):
             is_cut = row.keys() <= KNOWN and next(reversed(row)) in PROMPTS  # behind a prompt of many images
             if is_cut or any(_are_ids(row.get(name)) for name in RESPONSES):
                 return True
+        if {"path_id", "node_ids"} <= row.keys():  # of skyrl-capture
+            return False
         is_own_schema = {"tokens", "input_ids"} & row.keys() and not _foreign(row)
         return not is_own_schema and any(_are_ids(row.get(name)) for name in WHOLE)
 

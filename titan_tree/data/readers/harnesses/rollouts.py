@@ -6,16 +6,21 @@ A compaction or a sub-agent branches from the conversation before it. Each branc
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from titan_tree.data.readers import Record, Source
 from titan_tree.data.readers.chat import without
 from titan_tree.data.readers.row_reader import NO_MEDIA, RowReader, expect
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, shorten
+from titan_tree.tree.path_fields import decoded_array
 
+ENVELOPE = "nrlre1:"
 NO_TOKENS = "no token ids; record the rollouts with a client that returns them"
 GYM_TOKENS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 GYM_LEFT_OUT = (
@@ -78,11 +83,56 @@ def model_call(
     return record
 
 
+def recorded_call(call: Record, names: Sequence[str], where: str) -> Record:
+    """Returns a model call as a path, with its ``routed_experts``, if it has some.
+
+    Args:
+        names: of the fields with the ids of the prompt, those of the answer, and the log-probs, if any.
+        where: what errors begin with before the name of a field.
+
+    Raises:
+        UserError: a field that is not a list, or lists of other lengths.
+    """
+    prompt, ids, *rest = (expect(call.get(name), list, f"{where}{name}", "a list") for name in names)
+    if rest and len(rest[0]) != len(ids):
+        raise UserError(f"{where}{names[2]}: expected {len(ids)} entries, got {len(rest[0])}")
+    record = model_call(prompt, ids, rest[0] if rest else None, None)
+    if experts := call.get("routed_experts"):
+        field = f"{where}routed_experts"
+        is_text = isinstance(experts, str)
+        experts = _decoded(experts, field) if is_text else expect(experts, list, field, "a list or text")
+        size = len(record["tokens"])
+        if len(experts) not in (size - 1, size):
+            raise UserError(
+                f"{field}: expected {size - 1} or {size} entries, for all tokens of the call, whose last one "
+                f"engines do not read, got {len(experts)}"
+            )
+        record["routed_experts"] = experts
+    return record
+
+
+def _decoded(experts: str, field: str) -> np.ndarray:
+    """Returns the experts of "nrlre1:<dtype>:<T>x<L>x<k>:<base64>" (NeMo-RL) or base64 of .npy (vLLM)."""
+    if not experts.startswith(ENVELOPE):
+        return np.atleast_1d(decoded_array(field, experts))
+    try:
+        dtype, shape, values = experts.removeprefix(ENVELOPE).split(":")
+        if dtype not in ("int8", "int16", "int32"):
+            raise ValueError
+        array = np.frombuffer(base64.b64decode(values, validate=True), dtype)
+        return array.reshape([int(size) for size in shape.split("x")])
+    except ValueError:
+        raise UserError(
+            f"{field}: expected {ENVELOPE}DTYPE:TxLxK:BASE64, got {shorten(experts)}; record the call again"
+        ) from None
+
+
 class NemoGymReader(TraceReader):
     """Reads the rollouts that NeMo Gym collects, one per row:
 
         {"_ng_task_index", "_ng_rollout_index", "reward", "responses_create_params": {"temperature"?, ...},
-         "response": {"output": [{"prompt_token_ids", "generation_token_ids", "generation_log_probs", ...}]}}
+         "response": {"output": [{"prompt_token_ids", "generation_token_ids", "generation_log_probs",
+                                  "routed_experts"?, ...}]}}
 
     Each item of ``output`` with token ids is a model call: its prompt is context, its generation is trained.
     A call whose prompt begins with the tokens of an earlier one continues its path in the tree. A rollout
@@ -122,19 +172,10 @@ class NemoGymReader(TraceReader):
             where = f"response.output[{index}]"
             if not any(call.get(name) for name in GYM_TOKENS):  # missing, or empty lists
                 continue
-            prompt, ids, logprobs = (
-                expect(call.get(name), list, f"{where}.{name}", "a list") for name in GYM_TOKENS
-            )
-            if len(logprobs) != len(ids):
-                raise UserError(
-                    f"{where}.generation_log_probs: expected {len(ids)} entries, got {len(logprobs)}"
-                )
-            if call.get("routed_experts"):
-                raise UserError(f"{where}.routed_experts: not supported; remove it")
-            record = model_call(prompt, ids, logprobs, row.get("reward"))
+            record = recorded_call(call, GYM_TOKENS, f"{where}.") | {"reward": row.get("reward")}
             if call.get("sampling_mask") is not None:
                 mask = expect(call["sampling_mask"], list, f"{where}.sampling_mask", "a list")
-                record["sampling_mask"] = [None] * len(prompt) + mask
+                record["sampling_mask"] = [None] * len(call["prompt_token_ids"]) + mask
             records.append(record | {"id": f"call{len(records)}", "temperature": temperature})
         if not records:
             raise UserError(f"response.output: {NO_TOKENS}")

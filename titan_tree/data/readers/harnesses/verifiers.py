@@ -24,7 +24,7 @@ NODE_REFUSED = {
     "loss_weights": "losses chosen per token are not supported; remove it",
     "multi_modal_data": NO_MEDIA,
     "routed_experts": "expected none in a file, as verifiers writes it; remove it",
-    "sampling_mask": "expected none, because its form in a trace is not known; sample with top_p = 1",
+    "sampling_mask": "expected none in a file, as verifiers writes it; sample with top_p = 1",
 }
 TRACE_LEFT_OUT = (
     "version", "id", "verifiers", "task", "agent", "tools", "nodes", "calls", "mm_token_type_id_map",
