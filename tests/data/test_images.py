@@ -97,6 +97,15 @@ def test_sizes_are_those_of_transformers_processor():
             assert resized_size(height, width) == want
 
 
+def test_resized_sizes_stay():
+    """So that images of rollouts, which are files after resizing, can be read again."""
+    draw = random.Random(2)
+    sizes = [(round(10 ** draw.uniform(0, 3)), draw.uniform(1, 200)) for _ in range(2000)]
+    for height, width in [(47, 6580), *((side, int(side * ratio)) for side, ratio in sizes)]:
+        resized = resized_size(height, width)
+        assert resized_size(*resized) == resized
+
+
 def test_orientation_and_transparent_colors_are_applied(processor):
     exif = Pillow.Exif()
     exif[0x0112] = 6  # turned by 90 degrees

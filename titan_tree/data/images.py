@@ -9,7 +9,7 @@ import os
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -208,12 +208,28 @@ def _resized(file: io.BytesIO, name: str) -> np.ndarray:
         raise UserError(f"{name}: expected an image ({', '.join(FORMATS)}): {reason}") from None
 
 
+@lru_cache(256)  # a context repeats its images in every turn, and rollouts of a task share some
+def png_url(image: Image) -> str:
+    """Returns the pixels as a data: URL, without loss."""
+    from PIL import Image as Pillow
+
+    file = io.BytesIO()
+    Pillow.fromarray(image.pixels).save(file, "PNG", compress_level=1)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
 def resized_size(height: int, width: int) -> tuple[int, int]:
     """Returns height and width after resizing: multiples of PATCH, in ``MIN_PIXELS`` to ``MAX_PIXELS``.
+
+    A size that it may have returned stays, even if rounding has made its sides more unequal: files of
+    rollouts have such images.
 
     Raises:
         UserError: one side is more than ``MAX_RATIO`` times the other.
     """
+    is_resized = height % PATCH == width % PATCH == 0 and MIN_PIXELS <= height * width <= MAX_PIXELS
+    if is_resized and max(height, width) <= 1.5 * MAX_RATIO * min(height, width):
+        return height, width
     if max(height, width) > MAX_RATIO * min(height, width):
         raise UserError(
             f"expected sides of at most {MAX_RATIO} : 1, got {width} x {height} pixels; crop the image"

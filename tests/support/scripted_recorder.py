@@ -1,0 +1,121 @@
+"""A recorder that answers as a script says, behind a server, for tests with the clients' own libraries."""
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from titan_tree.components.tree_tokenizer.messages import normalize_messages
+from titan_tree.errors import UserError
+from titan_tree.serve.agent_server import AgentServer
+from titan_tree.serve.request import Answer, Message, Request
+from titan_tree.serve.settings import ServeConfig
+
+PIXEL = (  # a PNG of one pixel
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+
+
+@dataclass
+class Turn:
+    session: str
+    request: Request
+    digest: str
+    is_retry: bool
+
+
+class ScriptedRecorder:
+    """Answers the requests of each session with ``answers`` in turn; the last one is repeated.
+
+    An exception is raised in place of an answer. While ``is_held``, turns wait. Equal requests of a session
+    get the same answer if the second one is a retry, as with the true recorder.
+    """
+
+    def __init__(self, *answers: Message | Exception, finish: Any = "stop") -> None:
+        self.answers = answers or ({"content": "Hi."},)
+        self.finish = finish
+        self.turns: list[Turn] = []
+        self.ended: list[tuple[str, float | None]] = []
+        self.is_held = False
+        self.sampled = 0
+        self._tasks: dict[tuple[str, str], asyncio.Task[Answer]] = {}
+        self._ids = itertools.count()
+
+    async def turn(self, session: str, request: Request, *, digest: str, is_retry: bool) -> Answer:
+        self.turns.append(Turn(session, request, digest, is_retry))
+        key = (session, digest)
+        if not (is_retry and key in self._tasks):
+            self._tasks[key] = asyncio.create_task(self._sample(session))
+        return await asyncio.shield(self._tasks[key])
+
+    async def _sample(self, session: str) -> Answer:
+        while self.is_held:
+            await asyncio.sleep(0.005)
+        number = sum(turn.session == session for turn in self.turns) - 1
+        message = self.answers[min(number, len(self.answers) - 1)]
+        if isinstance(message, Exception):
+            raise message
+        self.sampled += 1
+        identifier = f"a{next(self._ids)}"
+        calls = [
+            call | {"id": f"call_{identifier}{n}"} for n, call in enumerate(message.get("tool_calls", ()))
+        ]
+        message = message | ({"tool_calls": calls} if calls else {})
+        return Answer(
+            id=identifier, message=message, finish=self.finish, prompt_tokens=11, completion_tokens=7
+        )
+
+    def count(self, session: str, request: Request) -> int:
+        return sum(len(str(message["content"])) for message in request.messages)
+
+    def end(self, session: str, reward: float | None) -> None:
+        if session not in {turn.session for turn in self.turns}:
+            raise KeyError(session)
+        self.ended.append((session, reward))
+
+
+@contextmanager
+def serving(recorder: ScriptedRecorder, secret: str | None = None, **config: Any) -> Iterator[str]:
+    """Yields the URL of a server in front of a recorder."""
+    server = AgentServer(recorder, ServeConfig(port=0, **config), "policy", secret)
+    url = server.start()
+    try:
+        yield url
+    finally:
+        recorder.is_held = False
+        server.close()
+
+
+def call(name: str, arguments: str) -> Message:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def normalized(*messages: Message) -> list[Message]:
+    """Returns messages as requests have them, without ids of calls."""
+    return without_ids(normalize_messages([{"role": "assistant", **message} for message in messages], "test"))
+
+
+def without_ids(messages: list[Message]) -> list[Message]:
+    result = []
+    for message in messages:
+        message = {name: value for name, value in message.items() if name != "tool_call_id"}
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [{k: v for k, v in call.items() if k != "id"} for call in calls]
+        result.append(message)
+    return result
+
+
+def read_back(recorder: ScriptedRecorder) -> list[Message]:
+    """Returns the messages of the newest request, without ids of calls.
+
+    Each result of a tool must have the id of a call before it.
+    """
+    messages = recorder.turns[-1].request.messages
+    ids = {call["id"] for message in messages for call in message.get("tool_calls", ())}
+    assert {message["tool_call_id"] for message in messages if message["role"] == "tool"} <= ids
+    return without_ids(messages)
+
+
+REFUSED = UserError("the context has 40 tokens; expected at most 32")
