@@ -107,6 +107,8 @@ def allowed(package: str) -> set[Path]:
         return {ROOT / "distributed" / "ao.py"}
     if package == "lightning":
         return {ROOT / "integrations" / "lightning.py"}
+    if package == "aiohttp":
+        return {ROOT / "serve" / "agent_server.py"}
     if package == "trl":
         return set()  # integrations get its objects
     if package == "verl":
@@ -121,7 +123,7 @@ def allowed(package: str) -> set[Path]:
 
 
 PACKAGES = [
-    *("torchtitan", "torchao", "lightning", "trl", "verl", "httpx", "tenacity", "omegaconf"),
+    *("torchtitan", "torchao", "lightning", "trl", "verl", "httpx", "tenacity", "omegaconf", "aiohttp"),
     "torch.distributed",
 ]
 

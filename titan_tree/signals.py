@@ -35,11 +35,15 @@ class Signals:
 
     Outside of the block, a signal has its default action, see ``titan_tree/__init__.py``: it ends the process
     at once. A run is prepared for that, as it is for SIGKILL.
+
+    Args:
+        effect: what the first signal does, for the line that announces it.
     """
 
     received = 0  # number of the first signal; 0: none
 
-    def __init__(self) -> None:
+    def __init__(self, effect: str = "the run ends after the current step") -> None:
+        self._effect = effect
         self._pipe: int | None = None  # open while the ``with`` block runs in the main thread
         self._earlier: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
@@ -76,7 +80,7 @@ class Signals:
             if number not in SIGNALS:  # a handler of someone else
                 continue
             if number not in arrived:
-                _announce(signal.Signals(number).name)
+                _announce(signal.Signals(number).name, self._effect)
             if now - arrived.setdefault(number, now) > REPEAT_S:
                 os._exit(128 + number)
         os.close(reader)
@@ -95,8 +99,8 @@ def keyboard_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, earlier)
 
 
-def _announce(name: str) -> None:
-    text = f"{name}: the run ends after the current step; a second {name} ends it at once\n"
+def _announce(name: str, effect: str) -> None:
+    text = f"{name}: {effect}; a second {name} ends it at once\n"
     # A closed terminal must not end the run before its checkpoint.
     for descriptor, line in ((1, ""), (2, text if os.environ.get("RANK", "0") == "0" else "")):
         try:

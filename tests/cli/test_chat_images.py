@@ -15,8 +15,8 @@ from titan_tree.cli.chat import Speaker
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.errors import UserError
 from titan_tree.models.pretrained import build_model, load_pretrained
-from titan_tree.rl.sampler import Context
 from titan_tree.run.checkpoint.export import export_hf
+from titan_tree.tree.context import Context
 
 Pillow = pytest.importorskip("PIL.Image")
 TOKENIZER = TreeTokenizer.byte_level()

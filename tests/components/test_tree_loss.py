@@ -535,7 +535,9 @@ def test_errors_name_the_setting_and_what_was_expected():
     with pytest.raises(UserError, match=r"nothing to train on"):
         TreeLoss()(torch.zeros(1), batch, 0.0)
     sampled = [TokenPath([1, 2], advantage=1, rollout_logprobs=[0, -1])]
-    with pytest.raises(UserError, match=r"no old_logprobs; .* or rename rollout_logprobs to old_logprobs to"):
+    with pytest.raises(
+        UserError, match=r"no old_logprobs; .*titan-tree score, or rename rollout_logprobs to"
+    ):
         TreeLoss("ppo")(torch.zeros(1), TreeBatch.from_trees([TokenTree.from_paths(sampled)]), 1.0)
     mixed = [TokenPath([1, 2], advantage=1.0), TokenPath([1, 3], id="b")]
     with pytest.raises(UserError, match=r"path b: advantage: missing, but other paths of the batch have it"):

@@ -291,9 +291,10 @@ def test_required_keys_and_missing_files_are_named(file: Path) -> None:
 
 @for_each("path", CONFIGS)
 def test_shipped_configs_are_valid(path: Path) -> None:
-    is_rl = path.stem.startswith("rl_")
-    fine_tuning = "model.hf_path" in path.read_text() and not is_rl
-    overrides = ["model.hf_path=weights", "data.files=mine.jsonl"] if fine_tuning else []
+    is_rl = path.stem.startswith(("rl_", "serve"))
+    overrides = ["model.hf_path=weights"] if path.stem == "serve" else []
+    if "model.hf_path" in path.read_text() and not is_rl:
+        overrides = ["model.hf_path=weights", "data.files=mine.jsonl"]
     config = load_tables(RLRunConfig if is_rl else Config, path, overrides)
     assert config.folder.startswith("outputs/")
 

@@ -151,7 +151,7 @@ WRONG_KINDS = {
     "data.advantage": ("advantage estimator", "__call__"),
     "partition.strategy": ("partition strategy", "__call__"),
     "optimizer.name": ("optimizer", "import_class, state_bytes"),
-    "rl.environment": ("environment", "episode"),
+    "rl.environment": ("environment", "episode or task"),
 }
 
 

@@ -12,6 +12,7 @@ from titan_tree.cli.reference import Table, tables
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 RL = "Reinforcement learning"  # has a [data] of its own
+OF_RL = ("titan_tree.rl.settings", "titan_tree.serve.settings")
 SECTIONS = {  # title -> names of tables, or of the first of their names
     "Run": [""],
     "Model": ["model", "lora"],
@@ -20,7 +21,7 @@ SECTIONS = {  # title -> names of tables, or of the first of their names
     "Training": ["training", "optimizer", "lr_scheduler", "parallel"],
     "Checkpoints and metrics": ["checkpoint", "metrics", "profiler"],
     "Lightning": ["lightning"],
-    RL: ["data", "rl", "warm_start"],
+    RL: ["data", "rl", "serve", "warm_start"],
 }
 HEAD = """# Configuration
 
@@ -45,7 +46,7 @@ def page() -> str:
     """Returns the content of docs/configuration.md."""
     parts = [HEAD]
     for title, names in SECTIONS.items():
-        of_rl = [table for table in tables() if (table.module == "titan_tree.rl.settings") == (title == RL)]
+        of_rl = [table for table in tables() if (table.module in OF_RL) == (title == RL)]
         shown = [table for table in of_rl if table.name.partition(".")[0] in names]
         files = dict.fromkeys(table.module.replace(".", "/") + ".py" for table in shown)
         links = ",\n".join(f"[`{file}`](../{file})" for file in files)

@@ -10,7 +10,7 @@ from tests.support.rl_runs import tiny
 from titan_tree import build_model, save_pretrained
 from titan_tree.errors import UserError
 from titan_tree.rl.run import check_without_weights, run
-from titan_tree.rl.sampler import Completion
+from titan_tree.tree.context import Completion
 
 SERVER = ("rl.server.url=http://h:1", "rl.server.model=policy")
 KL = "loss.kl.coefficient=0.1"

@@ -19,7 +19,7 @@ from titan_tree.models.tree_model import Execution
 from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.environment import Reply
 from titan_tree.rl.rollouts import Chat, Rollout, branches, play, token_paths
-from titan_tree.rl.sampler import Completion
+from titan_tree.tree.context import Completion
 
 END = "<|im_end|>"
 NAMED_RESULTS = (  # as templates of models that want to know which call a result belongs to

@@ -28,7 +28,7 @@ from titan_tree.models.transformers.support import SUPPORTED
 from titan_tree.models.tree_model import Execution, TreeModel
 from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.generate_sampler import GenerateSampler, default_sampler
-from titan_tree.rl.sampler import Completion
+from titan_tree.tree.context import Completion
 
 STOP = 5
 LENGTHS, LIMITS = (1, 30, 7, 30, 13), (25, 3, 40, 12, 33)

@@ -23,9 +23,9 @@ from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.environment import ENVIRONMENTS
 from titan_tree.rl.generate_sampler import GenerateSampler, default_sampler
 from titan_tree.rl.rollouts import Chat, Rollout, branches, play, token_paths
-from titan_tree.rl.sampler import Completion, Context
 from titan_tree.rl.server.server_sampler import ServerSampler
 from titan_tree.rl.trainer import RLTrainer
+from titan_tree.tree.context import Completion, Context
 from titan_tree.tree.paths import TokenPath
 
 STOP = 5

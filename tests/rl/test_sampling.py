@@ -22,9 +22,9 @@ from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.environment import Desk, Reply
 from titan_tree.rl.generate_sampler import GenerateSampler
 from titan_tree.rl.rollouts import Chat, Rollout, branches, play
-from titan_tree.rl.sampler import Completion, Ids
 from titan_tree.rl.truncation import KeptIds, Truncation
 from titan_tree.scoring.score_trees import score_trees
+from titan_tree.tree.context import Completion, Ids
 from titan_tree.tree.token_tree import TokenTree
 
 TOKENIZER = TreeTokenizer.load("byte")

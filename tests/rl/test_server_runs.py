@@ -25,11 +25,11 @@ from titan_tree.cli import main
 from titan_tree.components.lora import LoRA
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.lora.adapters import add_lora
-from titan_tree.rl.sampler import Completion
 from titan_tree.rl.server.client import StoppedError
 from titan_tree.rl.server.server_sampler import build_server_sampler
 from titan_tree.rl.trainer import RLTrainer
 from titan_tree.scoring.score_trees import score_paths
+from titan_tree.tree.context import Completion
 
 SLOW = pytest.mark.slow
 LETTERS = ("rl.environment=letters", "rl.branches=2")

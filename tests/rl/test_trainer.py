@@ -26,10 +26,10 @@ from titan_tree.errors import UserError
 from titan_tree.rl.environment import ENVIRONMENTS, Desk, DeskEpisode
 from titan_tree.rl.rollouts import Rollout
 from titan_tree.rl.run import WarmStart, run, warm_start_config
-from titan_tree.rl.sampler import Completion
 from titan_tree.rl.settings import RLRunConfig
 from titan_tree.rl.trainer import RLTrainer
 from titan_tree.tree.batch import PathPairs
+from titan_tree.tree.context import Completion
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 

@@ -15,10 +15,10 @@ from tests.support.rl_runs import DEMO, TINY
 from titan_tree.config.toml import load_tables
 from titan_tree.models.pretrained import load_pretrained
 from titan_tree.rl.environment import ENVIRONMENTS
-from titan_tree.rl.sampler import Context
 from titan_tree.rl.server.server_sampler import ServerSampler
 from titan_tree.rl.settings import RLRunConfig
 from titan_tree.scoring.score_trees import score_paths
+from titan_tree.tree.context import Context
 from titan_tree.tree.images import Image
 from titan_tree.tree.paths import TokenPath
 

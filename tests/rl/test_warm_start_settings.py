@@ -37,7 +37,7 @@ TUNED = (
     *("rl.rollouts=5", "rl.branches=0", "rl.advantage=group", "rl.advantage_options={}", "rl.async_steps=1"),
     *("rl.server.url=http://h:1", "rl.server.model=policy", "loss.name=cispo", "loss.kl.coefficient=0.1"),
     *("lora.rank=2", "optimizer.lr=1e-3", "lr_scheduler.warmup_steps=1", "training.steps=7"),
-    *("data.global_batch_groups=3", "checkpoint.interval=0"),
+    *("data.global_batch_groups=3", "checkpoint.interval=0", "rl.agent.concurrency=2"),
 )
 
 

@@ -23,7 +23,7 @@ from types import FrameType
 
 REPOSITORY = Path(__file__).parents[2]
 ROOT = REPOSITORY / "titan_tree"
-APPLICATIONS = {"__main__.py", "certify", "cli", "integrations", "rl", "scoring", "xray"}
+APPLICATIONS = {"__main__.py", "certify", "cli", "integrations", "rl", "scoring", "serve", "xray"}
 # Where a newcomer starts.
 TRAINER = ROOT / "run" / "trainer.py"
 # A dense model on one rank, whose record is one line of JSON.

@@ -29,6 +29,7 @@ from titan_tree.signals import Interrupted, discard, keyboard_interrupts
 COMMANDS = {  # name -> summary; a command's module is imported only when it runs
     "train": "train a model on data files",
     "rl": "train a model on its own rollouts",
+    "serve": "serve a model to agents, and write what it read and wrote as token ids",
     "config": "show the keys of a configuration, or write one for a model and data",
     "inspect": "show how much the samples of data files share, and what is trained",
     "xray": "show what rollouts and sessions of coding agents repeat, as a page",
@@ -45,6 +46,7 @@ RUNS = ("train", "rl")  # commands that handle signals themselves
 EXAMPLES = """examples:
   titan-tree train train_configs/demo.toml training.steps=20
   titan-tree rl train_configs/rl_demo.toml
+  titan-tree serve train_configs/serve.toml model.hf_path=/models/Qwen3-1.7B
   titan-tree config --model qwen3:0.6B --data rollouts.jsonl -o my.toml
   titan-tree inspect demo
   titan-tree xray ~/.claude/projects

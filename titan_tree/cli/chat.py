@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from titan_tree.components.tree_tokenizer import TreeTokenizer
     from titan_tree.models.tree_model import TreeModel
     from titan_tree.rl.environment import Message
-    from titan_tree.rl.sampler import Context
     from titan_tree.run.saved_model import SavedModel
+    from titan_tree.tree.context import Context
 
 SHOWN_CHARACTERS = 600  # of a task's prompt; the end counts
 SCORED_GROUPS = 8  # groups of the data whose samples --task scores
@@ -163,8 +163,8 @@ def show_task(saved: SavedModel, tokenizer: TreeTokenizer, device: object) -> No
     import torch
 
     from titan_tree.data.sample_reader import SampleReader
-    from titan_tree.rl.sampler import Context
     from titan_tree.scoring.score_trees import score_paths
+    from titan_tree.tree.context import Context
 
     assert isinstance(device, torch.device)
     if saved.config is None or not saved.config.data.files:

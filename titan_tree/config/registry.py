@@ -28,7 +28,8 @@ class Registry(Generic[T]):
     Args:
         kind: the word for an entry in error messages, such as "loss".
         entries: implementations or import strings by name. Error messages list the names in this order.
-        interface: attributes by which an implementation that "module:attribute" selects is checked.
+        interface: attributes by which an implementation that "module:attribute" selects is checked. "a|b"
+            demands one of the two.
         key: the key of the configuration that selects an entry; None if every entry is used.
     """
 
@@ -106,10 +107,14 @@ class Registry(Generic[T]):
             return False
         if is_import_string(name) and name not in self._entries:
             selected = import_attribute(name)
-            if missing := [member for member in self.interface if not hasattr(selected, member)]:
+            if missing := [
+                member
+                for member in self.interface
+                if not any(hasattr(selected, name) for name in member.split("|"))
+            ]:
                 raise UserError(
                     f"{name}: expected a value of the kind {self.kind}, got {shorten(selected)}, "
-                    f"which has no {', '.join(missing)}"
+                    f"which has no {', '.join(missing).replace('|', ' or ')}"
                 )
             self._selected[name] = selected
         return name in self._entries or name in self._selected

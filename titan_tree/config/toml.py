@@ -58,6 +58,7 @@ SYNONYMS = {"parallel.context_parallel": "sequence_parallel"}  # torchtitan's na
 COMMANDS = {  # tables that only one command has
     "lightning": "titan-tree train --trainer lightning",
     "rl": "titan-tree rl",
+    "serve": "titan-tree serve and titan-tree rl",
     "warm_start": "titan-tree rl",
 }
 # How to fix what Python's parser of TOML refuses, by the start of its message.

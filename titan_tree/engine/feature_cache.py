@@ -25,7 +25,10 @@ class FeatureCache:
         self._made_by: list[Any] = []
 
     def encode(self, model: TreeModel, keys: Sequence[str], pixels: Sequence[Tensor]) -> list[Tensor]:
-        """Returns what ``model.encode`` does, bit for bit. Encodes only images whose features are missing."""
+        """Returns what ``model.encode`` does. Encodes only images whose features are missing.
+
+        Images that run together may round in another way than alone.
+        """
         tower: Any = model.visual
         weights = [(weight, part, part.detach()) for weight, part in stored_weights(tower)]
         made_by: list[Any] = [

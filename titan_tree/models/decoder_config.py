@@ -35,6 +35,7 @@ HARMLESS = frozenset(
         *("temperature", "tokenizer_class", "top_k", "top_p", "torch_dtype", "transformers_version"),
         *("unsloth_fixed", "unsloth_version", "use_cache"),
         *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),  # of weights that are not loaded
+        "_model_name_or_path",  # transformers writes it for a file in GGUF's format
         "mamba_ssm_dtype",  # of states, which are fp32 here
     }
 )

@@ -1,9 +1,12 @@
 """Reinforcement learning on token trees: sample rollouts, reward them, train on their trees, repeat.
 
-settings.py          the tables [rl], [rl.server] and [warm_start]
+settings.py          the tables [rl], [rl.server], [rl.agent], [serve] and [warm_start]
 environment.py       what a task is: the protocols Environment and Episode, Reply, and the environment Desk
+agents.py            programs that play rollouts: the environment of a file of tasks, and play_agents
 search.py            a bundled environment: questions that need several searches
-sampler.py           the protocols Sampler and RemoteSampler, and Completion, a sampled turn
+model_recorder.py    answers requests of agents with sampled turns, and keeps their sessions
+serving.py           titan-tree serve
+sampler.py           the protocols Sampler and RemoteSampler
 truncation.py        top-p, top-k and min-p sampling, and the ids that it kept
 cached_sampler.py    samples from the weights of a dense model that is trained
 tree_cache.py        its keys and values, one for each distinct token of the contexts

@@ -25,9 +25,10 @@ from titan_tree.models.block import Attention
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.layers import MLP, Rope, at_least_fp32
 from titan_tree.models.tree_model import TreeModel, with_images
-from titan_tree.rl.sampler import Completion, Ids, at_temperature, check_positions, draw, uniforms
+from titan_tree.rl.sampler import at_temperature, check_positions, draw, uniforms
 from titan_tree.rl.tree_cache import Forest, TreeCache
 from titan_tree.rl.truncation import ALL_IDS, KeptIds, Truncation
+from titan_tree.tree.context import Completion, Ids
 from titan_tree.tree.layout import TreeLayout
 
 SHRINK = 0.8  # on a CPU, finished rows are dropped once at most this share of the batch is unfinished

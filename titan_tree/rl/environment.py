@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from titan_tree.config.registry import Registry
@@ -60,10 +61,49 @@ class Episode(Protocol):
         ...
 
 
+@runtime_checkable
 class Environment(Protocol):
     """Makes the tasks of a run."""
 
     def episode(self, draw: random.Random) -> Episode:
+        """Returns a task that depends on nothing but ``draw``."""
+        ...
+
+
+# Variables from which clients of OpenAI and Anthropic read where the model is.
+CLIENTS = {
+    "OPENAI_BASE_URL": "{openai_url}",
+    "OPENAI_API_KEY": "{key}",
+    "OPENAI_MODEL": "{model}",
+    "ANTHROPIC_BASE_URL": "{url}",
+    "ANTHROPIC_API_KEY": "{key}",
+    "ANTHROPIC_MODEL": "{model}",
+}
+
+
+@dataclass(kw_only=True)
+class AgentTask:
+    """One task whose rollouts a program plays: an agent, which calls the model over HTTP.
+
+    In ``command`` and in the values of ``environment``, {url} stands for the address of the rollout,
+    {openai_url} for the same with /v1, {key} for its key, and {model} for the name of the model.
+    """
+
+    command: Sequence[str]  # the program and its arguments
+    # Takes the working folder and the exit status, -n after signal n. It runs in a thread beside others.
+    reward: Callable[[Path, int], float]
+    environment: Mapping[str, str] = field(default_factory=CLIENTS.copy)  # beside PATH, which it inherits
+    folder: Path | None = None  # its content is copied to the working folder
+    files: Mapping[str, str] = field(default_factory=dict)  # texts of further files of the working folder
+    time_limit_s: float = 600.0  # until the program is killed, with reward 0
+    tools: list[dict[str, Any]] | None = None  # JSON schemas of its tools, which only demonstrations read
+
+
+@runtime_checkable
+class AgentEnvironment(Protocol):
+    """Makes tasks for agents."""
+
+    def task(self, draw: random.Random) -> AgentTask:
         """Returns a task that depends on nothing but ``draw``."""
         ...
 
@@ -75,7 +115,7 @@ class Demonstrator(Protocol):
     def demonstrations(self, draw: random.Random) -> list[list[Message]]:
         """Returns whole conversations on one task, with the model's turns as messages of the assistant.
 
-        The task has the tools of ``episode`` with an equal ``draw``.
+        The task has the tools of ``episode``, or of ``task``, with an equal ``draw``.
         """
         ...
 
@@ -127,9 +167,13 @@ class Desk:
 
 
 # Classes, or functions without arguments, that make the environments of reinforcement learning.
-ENVIRONMENTS: Registry[Callable[[], Environment]] = Registry(
+ENVIRONMENTS: Registry[Callable[[], Environment | AgentEnvironment]] = Registry(
     "environment",
-    {"desk": "titan_tree.rl.environment:Desk", "search": "titan_tree.rl.search:Search"},
-    interface=("episode",),
+    {
+        "desk": "titan_tree.rl.environment:Desk",
+        "search": "titan_tree.rl.search:Search",
+        "agent": "titan_tree.rl.agents:TaskFile",
+    },
+    interface=("episode|task",),
     key="rl.environment",
 )

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import random
+import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, count
 from typing import Any, TypeVar
@@ -22,10 +24,11 @@ from titan_tree.distributed.collectives import call_on_all_ranks
 from titan_tree.distributed.faults import start_timeout
 from titan_tree.engine.step_io import StepInput
 from titan_tree.errors import UserError
-from titan_tree.rl.environment import ENVIRONMENTS, Environment
+from titan_tree.rl.agents import MODEL, TaskFile, play_agents
+from titan_tree.rl.environment import ENVIRONMENTS, AgentEnvironment, Environment
 from titan_tree.rl.generate_sampler import default_sampler
 from titan_tree.rl.rollouts import Chat, Rollout, play
-from titan_tree.rl.sampler import Sampler
+from titan_tree.rl.sampler import InterruptedSampling, Sampler
 from titan_tree.rl.settings import RLRunConfig
 from titan_tree.rl.truncation import Truncation
 from titan_tree.run.balance.sharing import BalancedSharing
@@ -39,10 +42,6 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class InterruptedSampling(Exception):  # noqa: N818  # not an error: the run is about to end
-    """A signal arrived while training waited for rollouts."""
-
-
 class EpisodeTrainer(Trainer, ABC):
     """A Trainer without data files. Each step calls ``paths`` for this rank's samples.
 
@@ -54,7 +53,7 @@ class EpisodeTrainer(Trainer, ABC):
     """
 
     config: RLRunConfig
-    environment: Environment
+    environment: Environment | AgentEnvironment
     chat: Chat
     sampler: Sampler
 
@@ -81,7 +80,8 @@ class EpisodeTrainer(Trainer, ABC):
             )
         check_parallel(config, self._custom_sampler)
         with ENVIRONMENTS.calling(config.rl.environment):
-            self.environment = ENVIRONMENTS[config.rl.environment]()
+            make = ENVIRONMENTS[config.rl.environment]
+            self.environment = TaskFile(config.rl.agent) if make is TaskFile else make()
         self.chat = Chat(self.tokenizer, config.data.sample)
         self.sampler = self._custom_sampler or default_sampler(self.model, Truncation.of(config.rl))
         logger.info("rollouts: sampled by %s", type(self.sampler).__name__)
@@ -108,14 +108,43 @@ class EpisodeTrainer(Trainer, ABC):
     def log_sample(self) -> None:
         """Logs nothing, because the first step has not been sampled yet."""
 
-    def sample(self, tasks: Sequence[str], number: int) -> list[list[Rollout]]:
+    def sample(
+        self, tasks: Sequence[str], number: int, is_interrupted: Callable[[], object] = lambda: False
+    ) -> list[list[Rollout]]:
         """Returns ``number`` independent rollouts for each task. A task's name is its seed.
 
         ``unsharded`` must have gathered the weights, unless the sampler has weights of its own.
+
+        Args:
+            is_interrupted: returns whether to end programs that play rollouts, see ``play_agents``.
         """
-        groups = [self.chat.start(self.environment.episode(random.Random(task)), number) for task in tasks]
-        self._play(groups, tasks)
-        return groups
+        environment = self.environment
+        if isinstance(environment, Environment):
+            groups = [self.chat.start(environment.episode(random.Random(task)), number) for task in tasks]
+            self._play(groups, tasks)
+            return groups
+        from titan_tree.rl.model_recorder import ModelRecorder
+        from titan_tree.serve.agent_server import AgentServer  # imports aiohttp
+
+        rl = self.config.rl
+        names = [(task, f"{task}/{i}".replace("/", "-")) for task in tasks for i in range(number)]
+        serve = replace(
+            self.config.serve,
+            port=0,  # a free one, for the server of each rank
+            max_turn_tokens=rl.max_turn_tokens,
+            max_context_tokens=rl.max_rollout_tokens,
+            max_sessions=len(names) + 1,
+        )
+        recorder = ModelRecorder(self.chat, serve)
+        rollouts = play_agents(
+            [(session, environment.task(random.Random(task))) for task, session in names],
+            AgentServer(recorder, serve, MODEL, secrets.token_hex()),
+            recorder,
+            self.sampler,
+            concurrency=rl.agent.concurrency,
+            is_interrupted=is_interrupted,
+        )
+        return [rollouts[i : i + number] for i in range(0, len(names), number)]
 
     def _play(self, groups: Sequence[Sequence[Rollout]], names: Sequence[str]) -> None:
         """Samples groups of rollouts to their end. The name of a group decides its random numbers."""

@@ -17,17 +17,9 @@ from titan_tree.errors import UserError
 from titan_tree.models.pretrained import import_transformers
 from titan_tree.models.tree_model import TreeModel, with_images
 from titan_tree.rl.cached_sampler import CachedSampler, is_dense_decoder
-from titan_tree.rl.sampler import (
-    Completion,
-    Ids,
-    Sampler,
-    at_temperature,
-    check_positions,
-    distinct_contexts,
-    draw,
-    uniforms,
-)
+from titan_tree.rl.sampler import Sampler, at_temperature, check_positions, distinct_contexts, draw, uniforms
 from titan_tree.rl.truncation import ALL_IDS, KeptIds, Truncation
+from titan_tree.tree.context import Completion, Ids
 from titan_tree.tree.token_tree import TokenTree
 
 

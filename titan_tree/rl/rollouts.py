@@ -21,7 +21,8 @@ from titan_tree.data.advantages import advantages
 from titan_tree.data.images import with_loaded_images
 from titan_tree.errors import UserError, errors_at, shorten
 from titan_tree.rl.environment import Episode, Message, Reply
-from titan_tree.rl.sampler import Completion, Context, Ids, Sampler, context_images
+from titan_tree.rl.sampler import Sampler
+from titan_tree.tree.context import Completion, Context, Ids, context_images
 from titan_tree.tree.paths import TokenPath
 
 # Placeholders for any question, and for any turn of the model, whose text occurs nowhere else.
@@ -49,7 +50,7 @@ class Rollout:
         kept: [T] the ids that sampling kept for each token, see ``TokenPath.sampling_mask``; empty: all ids.
     """
 
-    episode: Episode
+    episode: Episode | None = None  # None: a program has played the rollout, see agents.py
     tokens: Context = field(default_factory=Context)
     mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -290,13 +291,13 @@ def play(
             )
         completions = sampler.sample(contexts, max_tokens, chat.ends, turn_seeds)
         for (rollout, _), context, completion in zip(unfinished, contexts, completions, strict=True):
-            rollout.write(*_cut_at_placeholder(completion, context))
+            rollout.write(*cut_at_placeholder(completion, context))
             _answer(rollout, chat, max_rollout_tokens)
         unfinished = [(rollout, seed) for rollout, seed in unfinished if rollout.reward is None]
         turn += 1
 
 
-def _cut_at_placeholder(turn: Completion, context: Context) -> Completion:
+def cut_at_placeholder(turn: Completion, context: Context) -> Completion:
     """Returns a turn up to the first token, if any, that stands for images in its context."""
     placeholders = {context[at] for at, _ in context.images}
     size = next((i for i, token in enumerate(turn.tokens, 1) if token in placeholders), None)
@@ -314,6 +315,7 @@ def _answer(rollout: Rollout, chat: Chat, max_rollout_tokens: int) -> None:
     if rollout.tokens[-1] not in chat.ends:
         rollout.end(0.0, is_cut_off=True)
         return
+    assert rollout.episode is not None
     reply: Reply = rollout.episode.reply(rollout.turns)
     if reply.messages is None:
         rollout.end(reply.reward)

@@ -20,7 +20,7 @@ from titan_tree.distributed.gradient_sync import unsharded
 from titan_tree.distributed.settings import LRSchedulerConfig
 from titan_tree.errors import UserError
 from titan_tree.models.settings import LoRAConfig
-from titan_tree.rl.environment import Demonstrator
+from titan_tree.rl.environment import Demonstrator, Environment
 from titan_tree.rl.episode_trainer import EpisodeTrainer
 from titan_tree.rl.rollouts import rewards
 from titan_tree.rl.sampler import Sampler
@@ -74,7 +74,8 @@ class WarmStart(EpisodeTrainer):
         for task in self.own(range(self.config.data.global_batch_groups)):
             name = f"{self.config.data.seed}/warm start/{step}/{task}"
             demonstrations = self.environment.demonstrations(random.Random(name))
-            tools = getattr(self.environment.episode(random.Random(name)), "tools", None)
+            of, draw = self.environment, random.Random(name)
+            tools = getattr(of.episode(draw) if isinstance(of, Environment) else of.task(draw), "tools", None)
             by_task.append(
                 [
                     path
@@ -144,6 +145,7 @@ def warm_start_config(config: RLRunConfig) -> RLRunConfig:
         loss=LossConfig(name="sft", reduction="token_mean"),
         rl=RLConfig(
             environment=rl.environment,
+            agent=rl.agent,
             max_turn_tokens=rl.max_turn_tokens,
             max_rollout_tokens=rl.max_rollout_tokens,
         ),

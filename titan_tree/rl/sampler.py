@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -20,48 +20,11 @@ from torch import Tensor
 
 from titan_tree.errors import UserError
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.tree.images import PathImages
+from titan_tree.tree.context import Completion, Ids, context_images
 from titan_tree.tree.paths import TokenPath
 
 T = TypeVar("T")
-Ids = Sequence[int]  # of tokens
-
 UNIT = 2.0**40  # the integer that stands for probability 1
-
-
-class Context(list[int]):
-    """Token ids with the images that they show, see ``TokenPath``."""
-
-    def __init__(self, tokens: Iterable[int] = (), images: PathImages = ()) -> None:
-        super().__init__(tokens)
-        self.images = images
-
-    def part(self, start: int, stop: int) -> Context:
-        """Returns the tokens start .. stop - 1, and the images that begin among them."""
-        images = tuple((at - start, image) for at, image in self.images if start <= at < stop)
-        return Context(self[start:stop], images)
-
-
-def context_images(context: Ids) -> PathImages:
-    """Returns the images of a context. A plain list has none."""
-    return context.images if isinstance(context, Context) else ()
-
-
-class Completion(NamedTuple):
-    """A sampled turn. It ends with a stop token, unless the limit of tokens cut it off.
-
-    Attributes:
-        logprobs: log-probs of these tokens in nats, at temperature 1 and over ``sampling_mask``.
-        experts: [t, L, k], the experts of the first t tokens of the context and the turn, see ``TokenPath``.
-            None if the sampler did not record them.
-        sampling_mask: the ids that sampling kept for each token of the turn, see ``TokenPath``. None: the
-            whole vocabulary.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
-    experts: np.ndarray | None = None
-    sampling_mask: Sequence[Sequence[int] | np.ndarray] | None = None
 
 
 class Sampler(Protocol):
@@ -101,6 +64,10 @@ class RemoteSampler(Sampler, Protocol):
     def close(self) -> None:
         """Ends a running ``sample``, which may raise any exception, and frees the sampler's resources."""
         ...
+
+
+class InterruptedSampling(Exception):  # noqa: N818  # not an error: the run is about to end
+    """A signal arrived while training waited for rollouts."""
 
 
 def check_positions(contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], num_positions: int) -> None:

@@ -1,7 +1,8 @@
-"""The tables of ``titan-tree rl``: those of training, [rl], [rl.server] and [warm_start]."""
+"""The tables of ``titan-tree rl``: those of training, [rl], [rl.server], [serve] and [warm_start]."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from titan_tree.config.checks import (
     between,
     check,
     finite,
+    list_of,
     one_of,
     positive_number,
     require,
@@ -20,11 +22,13 @@ from titan_tree.config.checks import (
 from titan_tree.data.settings import ADVANTAGES, DataConfig
 from titan_tree.rl.environment import ENVIRONMENTS
 from titan_tree.run.config import Config
+from titan_tree.serve.settings import ServeConfig
 
 URLS = check(
     "an address or a non-empty list of addresses",
     lambda url: isinstance(url, str) or (isinstance(url, list) and url and {*map(type, url)} == {str}),
 )
+REWARD = re.compile(r"exit|file:.+|[\w.]+:\w+")  # a value of rl.agent.reward
 NO_FILES = "no files, because the environment makes the tasks (titan-tree train reads files)"
 # Keys of [data] that say how files are read. An environment has no files.
 OF_FILES = (
@@ -79,6 +83,21 @@ class ServerConfig(Checked, table="rl.server"):
 
 
 @dataclass(kw_only=True)
+class AgentConfig(Checked, table="rl.agent"):
+    """Rollouts that programs play: the environment "agent", and others of this kind (docs/rl.md)."""
+
+    # Program and arguments. {FIELD} stands for a field of the task, {url} for the address of the model.
+    command: list[Any] = setting([], list_of(check("text", lambda word: isinstance(word, str))))
+    tasks: str | None = None  # JSON Lines file with an object per task, which the program finds in task.json.
+    folder: str | None = None  # Folder whose content is copied to the working folder of each program.
+    time_limit_s: float = setting(600.0, positive_number)  # Seconds until a program is killed, with reward 0.
+    concurrency: int = setting(16, at_least(1))  # Maximum number of programs of a rank at a time.
+    # "exit": 1 for exit status 0, else 0. "file:NAME": the number in this file of the working folder. Or
+    # "module:function", which is called with the task, the working folder and the exit status.
+    reward: str = setting("exit", check('"exit", "file:NAME" or "module:function"', REWARD.fullmatch))
+
+
+@dataclass(kw_only=True)
 class RLConfig(Checked, table="rl"):
     """How rollouts are sampled in each step, and what they are worth."""
 
@@ -103,6 +122,7 @@ class RLConfig(Checked, table="rl"):
     # This needs a server, or another sampler with weights of its own.
     async_steps: int = setting(0, between(0, 1))
     server: ServerConfig = field(default_factory=ServerConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
 
 
 @dataclass(kw_only=True)
@@ -123,6 +143,7 @@ class RLRunConfig(Config):
 
     data: RLDataConfig = field(default_factory=RLDataConfig)
     rl: RLConfig = field(default_factory=RLConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 
     def __post_init__(self) -> None:

@@ -23,10 +23,11 @@ from titan_tree.distributed.collectives import call_and_gather, call_on_all_rank
 from titan_tree.distributed.gradient_sync import unsharded
 from titan_tree.errors import UserError
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.rl.episode_trainer import EpisodeTrainer, InterruptedSampling
+from titan_tree.rl.environment import ENVIRONMENTS
+from titan_tree.rl.episode_trainer import EpisodeTrainer
 from titan_tree.rl.reference_policy import Reference, check_reference, check_vocabulary
 from titan_tree.rl.rollouts import Rollout, branches, rewards, token_paths
-from titan_tree.rl.sampler import RemoteSampler, Sampler, in_daemon
+from titan_tree.rl.sampler import InterruptedSampling, RemoteSampler, Sampler, in_daemon
 from titan_tree.rl.settings import RLRunConfig
 from titan_tree.rl.truncation import Truncation
 from titan_tree.run.build import build_loss
@@ -73,6 +74,7 @@ class RLTrainer(EpisodeTrainer):
         needs_reference = self.tree_step.loss.needs_reference
         self.reference = Reference(config, self.tree_step, self.mesh) if needs_reference else None
         super().open_data()
+        check_agents(config, self.environment)
 
     def start_data(self) -> int:
         """Checks that the reference is that of the run so far. Returns the number of steps."""
@@ -163,7 +165,7 @@ class RLTrainer(EpisodeTrainer):
     def rollouts(self, step: int) -> RankRollouts:
         """Samples the rollouts of this rank's tasks of a step. It communicates with no other rank."""
         started, rl, tasks = time.perf_counter(), self.config.rl, self._tasks(step)
-        groups = self.sample(tasks, rl.rollouts)
+        groups = self.sample(tasks, rl.rollouts, lambda: self.stopping.signals.received)
         forks = [
             branches(group, rl.branches, random.Random(f"{task}/branches"))
             for task, group in zip(tasks, groups, strict=True)
@@ -217,6 +219,7 @@ def check_settings(config: RLRunConfig, sampler: Sampler | None = None) -> None:
     """
     rl = config.rl
     check_options(rl.advantage, rl.advantage_options, "rl")
+    check_agents(config, ENVIRONMENTS[rl.environment])
     if rl.branches and rl.advantage in WITHOUT_BRANCHES:
         raise UserError(
             f"rl.branches: expected 0, because rl.advantage = {rl.advantage!r} would take branches for "
@@ -248,6 +251,17 @@ def check_settings(config: RLRunConfig, sampler: Sampler | None = None) -> None:
             f"{config.loss.name!r}, which ignores rewards"
         )
     check_reference(config, loss)
+
+
+def check_agents(config: RLRunConfig, environment: object) -> None:
+    """Raises UserError if programs cannot play the rollouts of an environment, or its class."""
+    is_agent = hasattr(environment, "task") and not hasattr(environment, "episode")
+    for key in ("branches", "async_steps"):
+        if is_agent and (value := getattr(config.rl, key)):
+            raise UserError(
+                f"rl.{key}: expected 0 with rl.environment = {config.rl.environment!r}, whose programs play "
+                f"whole rollouts with the weights of their step, got {value}; set it to 0"
+            )
 
 
 def check_model(config: RLRunConfig, model: TreeModel, sampler: Sampler | None = None) -> None:

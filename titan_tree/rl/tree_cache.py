@@ -17,7 +17,8 @@ from torch import Tensor
 from titan_tree.components.backends import PLAIN
 from titan_tree.components.tree_attention import triton_kernels
 from titan_tree.components.tree_attention.block_lists import DecodingLists, decoding_lists
-from titan_tree.rl.sampler import Ids, distinct_contexts
+from titan_tree.rl.sampler import distinct_contexts
+from titan_tree.tree.context import Ids
 from titan_tree.tree.token_tree import TokenTree
 
 

@@ -101,6 +101,7 @@ CONFIGURATIONS: Registry[type[Config]] = Registry(
     {
         "lightning": "titan_tree.integrations.lightning_settings:LightningRunConfig",
         "rl": "titan_tree.rl.settings:RLRunConfig",
+        "serve": "titan_tree.rl.settings:RLRunConfig",
         "warm_start": "titan_tree.rl.settings:RLRunConfig",
     },
 )

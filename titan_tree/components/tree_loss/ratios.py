@@ -45,8 +45,8 @@ def field(pairs: PathPairs, name: str) -> Tensor:
     fix = f"give it to every path{_FIXES.get(name, '')}"
     if name == "old_logprobs" and pairs.rollout_logprobs is not None:
         fix = (
-            "compute them with tree_logprobs, or rename rollout_logprobs to old_logprobs to use those of the "
-            "sampling engine in their place"
+            "compute them with titan-tree score, or rename rollout_logprobs to old_logprobs to use those of "
+            "the sampling engine in their place"
         )
     raise UserError(f"loss: the paths have no {name}; {fix}")
 

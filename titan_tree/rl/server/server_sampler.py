@@ -17,12 +17,12 @@ from titan_tree.distributed.collectives import call_on_rank_0, rank
 from titan_tree.errors import UserError, errors_at, shorten, unknown_name
 from titan_tree.models.lora.peft import save_adapter
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.rl.sampler import Completion, Ids
 from titan_tree.rl.server.client import LARGEST_ANSWER, ServerClient, StoppedError
 from titan_tree.rl.server.vllm import VLLM
 from titan_tree.rl.settings import RLRunConfig, ServerConfig
 from titan_tree.rl.truncation import ALL_IDS, Truncation
 from titan_tree.run.checkpoint.export import gathered_factors, save_shares
+from titan_tree.tree.context import Completion, Ids
 from titan_tree.tree.paths import ExpertSizes
 
 logger = logging.getLogger(__name__)

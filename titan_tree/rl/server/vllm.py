@@ -10,16 +10,15 @@ from __future__ import annotations
 import base64
 import io
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
+from titan_tree.data.images import png_url
 from titan_tree.errors import UserError, shorten
-from titan_tree.rl.sampler import Completion, Ids, context_images
 from titan_tree.rl.server.client import Json, ServerClient
 from titan_tree.rl.truncation import Truncation
-from titan_tree.tree.images import Image
+from titan_tree.tree.context import Completion, Ids, context_images
 from titan_tree.tree.path_fields import MAX_LOGPROB
 from titan_tree.tree.paths import ExpertSizes
 
@@ -61,7 +60,7 @@ class VLLM:
             return request | settings | {"prompt": list(context)}
         images = context_images(context)
         if images:
-            request["content_parts"] = [{"type": "image_url", "url": _png(image)} for _, image in images]
+            request["content_parts"] = [{"type": "image_url", "url": png_url(image)} for _, image in images]
         repeated = {at for start, image in images for at in range(start + 1, start + len(image))}
         ids = [token for at, token in enumerate(context) if at not in repeated]
         return request | {"token_ids": ids, "sampling_params": settings}
@@ -163,16 +162,6 @@ def sampling_settings(truncation: Truncation) -> Json:
     """Returns all settings at temperature 1. Some models' generation_config.json sets other defaults."""
     kept = {"top_p": truncation.top_p, "top_k": truncation.top_k or -1, "min_p": truncation.min_p}
     return {"temperature": 1.0, "repetition_penalty": 1.0} | kept
-
-
-@lru_cache(256)  # a context repeats its images in every turn, and rollouts of a task share some
-def _png(image: Image) -> str:
-    """Returns the pixels as a data: URL, without loss."""
-    from PIL import Image as Pillow
-
-    file = io.BytesIO()
-    Pillow.fromarray(image.pixels).save(file, "PNG", compress_level=1)
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def _context_ids(answer: Json) -> list[Json]:

@@ -35,7 +35,10 @@ DECISIVE = (
     "warm_start.",
 )
 # These keys change neither training nor logged values. ``TreeDataset`` compares ``data.files`` by content.
-IRRELEVANT = ("folder", "data.workers", "checkpoint.", "metrics.", "profiler.", "lightning.", "rl.server.")
+IRRELEVANT = (
+    *("folder", "data.workers", "checkpoint.", "metrics.", "profiler.", "lightning.", "rl.server."),
+    "rl.agent.concurrency",
+)
 
 
 def check_architecture(folder: Path, before: Mapping[str, object], now: Mapping[str, object]) -> None:

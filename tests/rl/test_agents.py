@@ -1,0 +1,565 @@
+"""Programs play rollouts: their files, addresses, rewards and limits, and the paths of what they said."""
+
+import itertools
+import json
+import os
+import random
+import re
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.serve.test_sessions import ScriptedSampler
+from tests.support.cases import for_each
+from tests.support.conversations import tokenizers
+from tests.support.rl_runs import rows, tiny
+from titan_tree import TreeTokenizer
+from titan_tree.errors import UserError
+from titan_tree.rl.agents import MODEL, TaskFile, filled, grader, play_agents, rollout_of
+from titan_tree.rl.environment import ENVIRONMENTS, AgentTask, Demonstrator
+from titan_tree.rl.model_recorder import ModelRecorder
+from titan_tree.rl.rollouts import Chat, Rollout, token_paths
+from titan_tree.rl.run import run
+from titan_tree.rl.sampler import InterruptedSampling
+from titan_tree.rl.settings import AgentConfig, RLRunConfig
+from titan_tree.rl.trainer import RLTrainer, check_settings
+from titan_tree.serve.agent_server import AgentServer
+from titan_tree.serve.settings import ServeConfig
+from titan_tree.tree.context import Completion, Context
+
+READ = 7  # the id of a token that the model reads
+
+# Calls the model {0} times, and writes what it said.
+CALLS = """
+import json, os, urllib.request
+messages = [{{"role": "user", "content": "hi"}}]
+for call in range({0}):
+    headers = {{"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    body = json.dumps({{"model": os.environ["OPENAI_MODEL"], "messages": messages}}).encode()
+    answer = urllib.request.urlopen(urllib.request.Request(url, body, headers)).read().decode()
+open("answer.txt", "w").write(answer)
+"""
+
+
+class Recorder:
+    """Stands in for ``ModelRecorder`` and ``AgentServer``: each call reads one token and samples one turn.
+
+    Each call continues the call before, so a session is one path.
+    """
+
+    def __init__(self, *_: object) -> None:
+        self.sessions: dict[str, list[tuple[list[int], Completion]]] = defaultdict(list)
+        self.waiting: list[tuple[str, threading.Event]] = []
+        self.requests: list[tuple[str, str, str]] = []  # path, key, model
+        self.is_closed = False
+
+    def start(self) -> str:
+        recorder = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                recorder.requests.append((self.path, self.headers["Authorization"], body["model"]))
+                session = self.path.split("/")[2]
+                answered = threading.Event()
+                recorder.waiting.append((session, answered))
+                answered.wait()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.end_headers()
+                self.wfile.write(recorder.answer(session, body).encode())
+
+            def log_message(self, *_: object) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{self.server.server_port}"
+
+    def answer(self, session: str, body: Any) -> str:
+        return str(self.sessions[session][-1][1].tokens)
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.is_closed = True
+
+    def key(self, session: str) -> str:
+        return f"key of {session}"
+
+    def run(self, sampler: Any, until: threading.Event) -> None:
+        while not until.wait(0.005):
+            while self.waiting:
+                session, answered = self.waiting.pop(0)
+                context = [token for read, turn in self.sessions[session] for token in (*read, *turn.tokens)]
+                (turn,) = sampler.sample([[*context, READ]], [8], [0], [len(context)])
+                self.sessions[session].append(([READ], turn))
+                answered.set()
+
+    def take(self, session: str) -> Any:
+        calls = self.sessions.pop(session, None)
+        if calls is None:
+            return None
+        tokens = [token for read, turn in calls for token in (*read, *turn.tokens)]
+        logprobs = [value for read, turn in calls for value in (*[0.0] * len(read), *turn.logprobs)]
+        mask = [bit for read, turn in calls for bit in (*[0] * len(read), *[1] * len(turn.tokens))]
+        return SimpleNamespace(paths=lambda: [path(tokens, mask, logprobs)])
+
+
+class Clerk(Recorder):
+    """Answers as a model that has learned the desk."""
+
+    def answer(self, session: str, body: Any) -> str:
+        question, *later = body["messages"]
+        said = [int(message["content"]) for message in later if message["role"] == "tool"]
+        calls = [
+            {
+                "id": thing,
+                "type": "function",
+                "function": {"name": "count", "arguments": f'{{"thing": "{thing}"}}'},
+            }
+            for thing in question["content"].split()
+        ]
+        assert [message["tool_call_id"] for message in later[1:]] == question["content"].split()[: len(said)]
+        message: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": calls}
+        if said:
+            message = {"role": "assistant", "content": f" {sum(said)}"}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        return json.dumps(
+            {
+                "id": "a",
+                "object": "chat.completion",
+                "created": 1,
+                "model": body["model"],
+                "choices": [choice],
+            }
+        )
+
+
+class Counting:
+    """Samples two tokens: how many the context has, and the end."""
+
+    def sample(self, contexts: Any, limits: Any, stops: Any, seeds: Any) -> list[Completion]:
+        return [Completion([len(context), stops[0]], [-0.5, -0.25]) for context in contexts]
+
+
+def path(tokens: Sequence[int], mask: list[int], logprobs: list[float], **more: Any) -> Any:
+    """Stands in for a ``SessionPath`` whose turns do not touch."""
+    starts = [at for at, (before, now) in enumerate(pairwise([0, *mask])) if now > before]
+    fields = {
+        "tokens": Context(tokens),
+        "mask": mask,
+        "logprobs": logprobs,
+        "starts": starts,
+        "experts": None,
+    }
+    return SimpleNamespace(**fields | {"kept": [()] * len(tokens)} | more)
+
+
+def exits_well(folder: Path, status: int) -> float:
+    return float(status == 0)
+
+
+def agent(code: str, **more: Any) -> AgentTask:
+    return AgentTask(**{"command": [sys.executable, "-c", code], "reward": exits_well} | more)
+
+
+def play(*tasks: AgentTask, concurrency: int = 4, **more: Any) -> list[Rollout]:
+    recorder: Any = Recorder()
+    named = [(f"task-{i}", task) for i, task in enumerate(tasks)]
+    try:
+        return play_agents(named, recorder, recorder, Counting(), concurrency=concurrency, **more)
+    finally:
+        assert recorder.is_closed
+
+
+def test_a_program_plays_a_rollout(tmp_path: Path) -> None:
+    shown: dict[str, Any] = {}
+
+    def reward(folder: Path, status: int) -> float:
+        shown.update({file.name: file.read_text() for file in folder.iterdir() if file.is_file()})
+        shown["folder"], shown["status"] = folder, status
+        return 0.75
+
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "given").write_text("x")
+    task = agent(
+        CALLS.format(3) + "exit(4)", reward=reward, folder=tmp_path / "data", files={"task.json": "{}"}
+    )
+    recorder: Any = Recorder()
+    (rollout,) = play_agents([("a-0", task)], recorder, recorder, Counting(), concurrency=1)
+    assert recorder.requests == [("/s/a-0/v1/chat/completions", "Bearer key of a-0", MODEL)] * 3
+    assert {name: shown[name] for name in ("given", "task.json", "answer.txt", "status")} == {
+        "given": "x",
+        "task.json": "{}",
+        "answer.txt": "[7, 0]",
+        "status": 4,
+    }
+    assert not shown["folder"].exists()
+    assert rollout == Rollout(
+        tokens=Context([READ, 1, 0, READ, 4, 0, READ, 7, 0]),
+        mask=[0, 1, 1] * 3,
+        logprobs=[0.0, -0.5, -0.25] * 3,
+        starts=[1, 4, 7],
+        reward=0.75,
+        kept=[()] * 9,
+    )
+
+
+def test_words_in_braces_are_replaced() -> None:
+    code = 'import sys; open("words", "w").write(" ".join(sys.argv[1:]) + os.environ["A"] + os.environ["B"])'
+    words: list[str] = []
+
+    def reward(folder: Path, status: int) -> float:
+        words.append((folder / "words").read_text())
+        return 0.0
+
+    task = agent(CALLS.format(1) + code, reward=reward)
+    task.command = [*task.command[:2], task.command[2].replace("{", "{{"), "{url}", "{key}"]
+    task.command[2] = task.command[2].replace("{{", "{")
+    task.environment = {**task.environment, "A": "{model}{openai_url}", "B": "{other} {}"}
+    play(task)
+    assert re.fullmatch(
+        r"(http://127\.0\.0\.1:\d+/s/task-0) key of task-0policy\1/v1\{other\} \{\}", words[0]
+    )
+
+
+def test_rollouts_have_the_order_of_their_tasks_whatever_ends_first() -> None:
+    tasks = [
+        agent(f"import time; time.sleep({0.3 if i == 0 else 0})\n" + CALLS.format(i + 1)) for i in range(4)
+    ]
+    for concurrency in (1, 4, 9):
+        rollouts = play(*tasks, concurrency=concurrency)
+        assert [len(rollout.starts) for rollout in rollouts] == [1, 2, 3, 4]
+    assert play() == []
+
+
+def test_no_more_programs_run_at_once_than_configured(tmp_path: Path) -> None:
+    now, most = 0, 0
+    lock = threading.Lock()
+
+    class Counted(AgentTask):
+        def __getattribute__(self, name: str) -> Any:
+            nonlocal now, most
+            if name == "folder":  # is read when a program is about to start
+                with lock:
+                    now += 1
+                    most = max(most, now)
+            return super().__getattribute__(name)
+
+    def reward(folder: Path, status: int) -> float:
+        nonlocal now
+        with lock:
+            now -= 1
+        return 0.0
+
+    command = [sys.executable, "-c", CALLS.format(1)]
+    play(*[Counted(command=command, reward=reward) for _ in range(6)], concurrency=2)
+    assert (now, most <= 4) == (0, True)  # ``folder`` is read twice
+
+
+def test_a_program_that_the_time_limit_kills_is_cut_off_without_a_reward() -> None:
+    late = agent(CALLS.format(1) + "import time; time.sleep(100)", time_limit_s=1.5)
+    cut, ended = play(late, agent(CALLS.format(1), reward=lambda folder, status: -2))
+    assert (cut.reward, cut.is_cut_off, cut.starts) == (0.0, True, [1])
+    assert (ended.reward, ended.is_cut_off) == (-2.0, False)
+
+
+@for_each(
+    "task, message",
+    [
+        (
+            agent("print('no key', 5); exit(3)"),
+            r"task-0: expected calls of the model, got none in \d.* \(exit, ",
+        ),
+        (agent("print('no key'); exit(3)"), r"status 3\) from .*, which printed: no key"),
+        (AgentTask(command=["nothing"], reward=exits_well), "printed: cannot start nothing: No such file"),
+        (agent(CALLS.format(1), reward=lambda *_: float("nan")), "a finite number as reward, got nan"),
+        (agent(CALLS.format(1), reward=lambda *_: "1"), "a finite number as reward, got '1'"),
+        (agent(CALLS.format(1), reward=lambda *_: 1 / 0), r"reward \(exit status 0\): .*ZeroDivisionError"),
+        (agent("", folder=Path("/none")), "task-0: cannot make the working folder of its program: .*'/none'"),
+    ],
+)
+def test_a_broken_task_is_an_error_and_ends_the_others(task: AgentTask, message: str) -> None:
+    started = time.monotonic()
+    endless = agent(CALLS.format(1) + "import time; time.sleep(100)")
+    tasks = [task] if "calls of" in message or "printed" in message else [task, endless]
+    with pytest.raises(UserError, match=message):
+        play(*tasks)
+    assert time.monotonic() - started < 30
+
+
+def test_a_signal_ends_all_programs() -> None:
+    started = time.monotonic()
+    with pytest.raises(InterruptedSampling):
+        play(agent("import time; time.sleep(100)"), is_interrupted=lambda: time.monotonic() > started + 0.5)
+    assert time.monotonic() - started < 30
+
+
+def test_an_error_of_the_sampler_ends_all_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the sampler")
+
+    monkeypatch.setattr(Counting, "sample", fail)
+    with pytest.raises(RuntimeError, match="the sampler"):
+        play(agent(CALLS.format(1)), agent("import time; time.sleep(100)"))
+
+
+def test_a_rollout_has_a_context_for_each_path() -> None:
+    # The second path shares the first turn, which counts in the first path alone.
+    experts = np.zeros((5, 1, 2), np.int16)
+    first = path([7, 1, 0, 7, 2], [0, 1, 1, 0, 1], [0, -1, -2, 0, -3], experts=experts)
+    second = path(
+        [7, 1, 0, 8, 3, 0], [0, 0, 0, 0, 1, 1], [0, -1, -2, 0, -4, -5], kept=[(), (), (), (), (3,), (0, 5)]
+    )
+    rollout = rollout_of([first, second], 1.0, is_cut_off=False)
+    assert rollout.tokens == [*first.tokens, *second.tokens]
+    assert rollout.mask == [*first.mask, *second.mask]
+    assert rollout.logprobs == [*first.logprobs, *second.logprobs]
+    assert rollout.kept == [*first.kept, *second.kept]
+    assert (rollout.starts, rollout.contexts, rollout.experts) == ([1, 4, 9], [0, 5], [])
+    assert rollout_of([first], 1.0, is_cut_off=False).experts == [experts]
+    other = rollout_of([path([7, 4, 0], [0, 1, 1], [0, -1, -1])], 0.0, is_cut_off=False)
+    paths = token_paths([rollout, other], "t", "group", {})
+    assert [each.id for each in paths] == ["t/0/0", "t/0/1", "t/1"]
+    for each, mask in zip(paths, (first.mask, second.mask, [0, 1, 1]), strict=True):
+        assert each.loss_mask.tolist() == mask
+        assert each.advantage is not None
+        assert (each.advantage[each.loss_mask > 0] * (-1 if each.id == "t/1" else 1) > 0).all()
+
+
+def test_the_three_kinds_of_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "graders_zq.py").write_text(
+        "def grade(task, folder, status):\n    return task['n'] + status\n"
+    )
+    exits, file, function = map(grader, ("exit", "file:score.txt", "graders_zq:grade"))
+    assert [exits({}, tmp_path, status) for status in (0, 1, -9)] == [1.0, 0.0, 0.0]
+    assert function({"n": 2}, tmp_path, 3) == 5
+    assert file({}, tmp_path, 1) == 0.0
+    with pytest.raises(
+        UserError, match=r"expected a number in score\.txt with exit status 0: .*No such file"
+    ):
+        file({}, tmp_path, 0)
+    (tmp_path / "score.txt").write_text(" 0.25\n")
+    assert file({}, tmp_path, 0) == file({}, tmp_path, 1) == 0.25
+    (tmp_path / "score.txt").write_text("good")
+    with pytest.raises(UserError, match="could not convert"):
+        file({}, tmp_path, 0)
+    (tmp_path / "score.txt").unlink()
+    os.mkfifo(tmp_path / "score.txt")
+    with pytest.raises(UserError, match="expected a regular file, got a FIFO"):
+        file({}, tmp_path, 0)
+    with pytest.raises(UserError, match="there is no module 'nobody'"):
+        grader("nobody:grade")
+
+
+def test_a_file_of_tasks(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"id": 1, "text": "ä"}\n\n{"id": 2, "text": "b"}\n')
+    config = AgentConfig(
+        command=["run", "{id}", "a {text}{url}"], tasks=str(file), folder=str(tmp_path), time_limit_s=5
+    )
+    environment = TaskFile(config)
+    tasks = [environment.task(random.Random(i)) for i in range(20)]
+    assert {tuple(task.command) for task in tasks} == {("run", "1", "a ä{url}"), ("run", "2", "a b{url}")}
+    for task in tasks:
+        assert json.loads(task.files["task.json"])["id"] == int(task.command[1])
+        assert (task.folder, task.time_limit_s, task.reward(tmp_path, 0)) == (tmp_path, 5, 1.0)
+    assert filled("{a} {b}", {"a": "{b}", "b": 1}) == "{b} 1"
+
+
+@for_each(
+    "settings, message",
+    [
+        ({}, 'rl.agent.command and rl.agent.tasks: expected both with the environment "agent"'),
+        ({"command": ["a"]}, "rl.agent.command and rl.agent.tasks: expected both"),
+        ({"command": ["a"], "tasks": "none.jsonl"}, "rl.agent.tasks: none.jsonl: No such file"),
+        ({"command": ["a"], "tasks": "empty"}, "rl.agent.tasks: empty: expected tasks, got an empty file"),
+        ({"command": ["a"], "tasks": "list"}, "list:1: expected one JSON object per line, got int"),
+        ({"command": "a b"}, "rl.agent.command: expected a list in which every item is text, got 'a b'"),
+        ({"command": [1]}, "rl.agent.command: expected a list"),
+        ({"reward": "file"}, 'rl.agent.reward: expected "exit", "file:NAME" or "module:function", got'),
+        ({"concurrency": 0}, "rl.agent.concurrency: expected at least 1, got 0"),
+    ],
+)
+def test_wrong_settings(
+    settings: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").touch()
+    (tmp_path / "list").write_text("3\n")
+    with pytest.raises(UserError, match=re.escape(message)):
+        TaskFile(AgentConfig(**settings))
+
+
+class Calls:
+    """A program makes one or two calls, and no two rewards are equal."""
+
+    def __init__(self) -> None:
+        self.number = itertools.count(1)
+
+    def task(self, draw: random.Random) -> AgentTask:
+        calls = CALLS.format(draw.randint(1, 2))
+        return agent(calls, reward=lambda folder, status: 1 / next(self.number))
+
+
+def agents(folder: Path, *overrides: str) -> RLRunConfig:
+    shared = ("rl.branches=0", "rl.advantage=group", "training.steps=2", "data.global_batch_groups=1")
+    return tiny(folder, "rl.environment=calls", *shared, *overrides)
+
+
+@pytest.fixture
+def _calls() -> Iterator[None]:
+    with ENVIRONMENTS.registered("calls", Calls):
+        yield
+
+
+@pytest.mark.usefixtures("_calls")
+def test_a_run_trains_on_rollouts_of_programs(tmp_path: Path) -> None:
+    """Over the real server."""
+    trainer = RLTrainer(agents(tmp_path))
+    assert trainer.environment.__class__ is Calls
+    trainer.train()
+    trainer.close()
+    metrics = rows(tmp_path)
+    assert [float(row["rollouts"]) for row in metrics] == [3, 3]
+    assert all(0 < float(row["reward"]) <= 1 and float(row["sampled_tokens"]) >= 3 for row in metrics)
+    assert all(float(row["grad_norm"]) > 1e-3 for row in metrics)
+
+
+@pytest.mark.usefixtures("_calls")
+@for_each("key, value", [("branches", 2), ("async_steps", 1)])
+def test_programs_neither_branch_nor_run_ahead(key: str, value: int, tmp_path: Path) -> None:
+    class Remote(Counting):
+        def update(self, *_: object) -> None: ...
+
+        def close(self) -> None: ...
+
+    expected = rf"rl\.{key}: expected 0 with rl\.environment = '%s', whose .*, got {value}; set"
+    config = agents(tmp_path, "rl.advantage=spo", f"rl.{key}={value}")
+    with pytest.raises(UserError, match=expected % "calls"):
+        check_settings(config, Remote())
+    with ENVIRONMENTS.registered("made", lambda: Calls()):  # its class is not known before it has been made
+        config = agents(tmp_path, "rl.advantage=spo", f"rl.{key}={value}", "rl.environment=made")
+        with pytest.raises(UserError, match=expected % "made"):
+            RLTrainer(config, Remote())
+
+
+def test_an_environment_has_episodes_or_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "wrong_zq.py").write_text("class Agents:\n    task = 1\n\n\nclass Nothing:\n    pass\n")
+    assert tiny(tmp_path, "rl.environment=wrong_zq:Agents").rl.environment == "wrong_zq:Agents"
+    with pytest.raises(UserError, match="Nothing'>, which has no episode or task"):
+        tiny(tmp_path, "rl.environment=wrong_zq:Nothing")
+
+
+def test_run_is_the_entry_of_a_file_of_tasks(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"rl\.agent\.command and rl\.agent\.tasks: expected both"):
+        run(agents(tmp_path, "rl.environment=agent"))
+
+
+def test_the_agent_of_the_examples_solves_its_task() -> None:
+    pytest.importorskip("openai")
+    from examples.agent_desk import AgentDesk
+
+    environment = AgentDesk()
+    tasks = [(f"desk-{i}", environment.task(random.Random(i))) for i in range(2)]
+    for kind, reward in ((Clerk, 1.0), (Recorder, 0.0)):  # the other one answers no JSON that the agent knows
+        recorder: Any = kind()
+        rollouts = play_agents(tasks, recorder, recorder, Counting(), concurrency=2)
+        assert [rollout.reward for rollout in rollouts] == [reward] * 2
+    assert isinstance(environment, Demonstrator)
+
+
+def test_demonstrations_call_the_tool_of_the_agent() -> None:
+    pytest.importorskip("openai")
+    from examples.agent_desk import AgentDesk
+
+    task = AgentDesk().task(random.Random(3))
+    counts = json.loads(task.files["task.json"])["counts"]
+    for question, calls, *results, answer in AgentDesk().demonstrations(random.Random(3)):
+        assert question["content"] == json.loads(task.files["task.json"])["question"]
+        named = [call["arguments"]["thing"] for call in calls["tool_calls"]]
+        assert [result["content"] for result in results] == [str(counts[thing]) for thing in named]
+        assert answer["content"].isdigit()
+        text = TreeTokenizer.load("byte").render([question, calls], task.tools)
+        assert (
+            f'<tool_call>\n{{"name": "count", "arguments": {{"thing": "{named[1]}"}}}}\n</tool_call>' in text
+        )
+
+
+class DeskClerk:
+    """Samples right turns of the desk, as token ids."""
+
+    def __init__(self) -> None:
+        self.tokenizer = TreeTokenizer.load("byte")
+
+    def sample(self, contexts: Any, limits: Any, stops: Any, seeds: Any) -> list[Completion]:
+        turns = []
+        for context in contexts:
+            text = self.tokenizer.decode(context).rpartition("<|im_start|>user\n")[2]
+            said = [int(number) for number in re.findall(r"<tool_response>\n(\d)\n", text)]
+            call = '<tool_call>\n{{"name": "count", "arguments": {{"thing": "{}"}}}}\n</tool_call>'
+            calls = [call.format(thing) for thing in text.partition("<|im_end|>")[0].split()]
+            turn = [*self.tokenizer.encode(str(sum(said)) if said else "\n".join(calls)), stops[0]]
+            turns.append(Completion(turn, [-0.1] * len(turn)))
+        return turns
+
+
+def test_the_gateway_records_what_the_agent_of_the_examples_reads_and_writes(tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    pytest.importorskip("aiohttp")
+    sizes = ("rl.max_turn_tokens=160", "rl.max_rollout_tokens=1024", "data.max_tokens=1024")
+    config = agents(tmp_path, "rl.environment=examples.agent_desk:AgentDesk", *sizes)
+    trainer = RLTrainer(config, DeskClerk())
+    ((first, second),) = trainer.sample(["task"], 2)
+    trainer.close()
+    assert (first.reward, first.contexts, len(first.starts)) == (1.0, [0], 2)
+    assert first.tokens == second.tokens
+    tokenizer = TreeTokenizer.load("byte")
+    sampled = [token for token, bit in zip(first.tokens, first.mask, strict=True) if bit]
+    calls, answer, _ = tokenizer.decode(sampled).split("<|im_end|>")
+    assert calls.count("<tool_call>") == 2
+    assert tokenizer.decode(first.tokens).endswith(f"<|im_start|>assistant\n{answer}<|im_end|>")
+
+
+@pytest.mark.slow
+def test_the_bash_agent_of_the_examples_repairs_a_repository(tmp_path: Path) -> None:
+    """A script takes the place of the model: it repairs the first repository, and gives up on the second."""
+    pytest.importorskip("openai")
+    add = {"issue": "add(1, 2) is -1", "files": {"add.py": "def add(a, b):\n    return a - b\n"}}
+    add["test"] = f"{sys.executable} -c 'from add import add; assert add(1, 2) == 3'"
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(add) + "\n")
+    agent = Path(__file__).parents[2] / "examples" / "agent_bash.py"
+    settings = AgentConfig(command=[sys.executable, str(agent)], tasks=str(tmp_path / "tasks.jsonl"))
+    task = TaskFile(settings).task(random.Random(0))
+    chat = Chat(tokenizers("qwen3")["qwen3"])
+    for command, reward in (("sed -i 's/-/+/' add.py; cat add.py", 1.0), ("sleep 20 & exit 3", 0.0)):
+        call = json.dumps({"name": "bash", "arguments": {"command": command}})
+        texts = [f"<tool_call>\n{call}\n</tool_call>", "Done."]
+        recorder, sampler = (
+            ModelRecorder(chat, ServeConfig()),
+            ScriptedSampler(chat.tokenizer, chat.ends, texts),
+        )
+        server = AgentServer(recorder, ServeConfig(port=0), MODEL)
+        (rollout,) = play_agents([("add-0", task)], server, recorder, sampler, concurrency=1)
+        (first, written), (second, last) = sampler.read
+        assert (rollout.reward, rollout.contexts) == (reward, [0])
+        assert second[: len(first) + len(written.tokens)] == first + written.tokens
+        assert rollout.tokens == second + last.tokens
+        said = chat.tokenizer.decode(second)
+        assert ("return a + b" in said, "exit status 3" in said) == (reward == 1.0, reward == 0.0)

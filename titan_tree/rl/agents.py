@@ -1,0 +1,229 @@
+"""Agents: programs that play the rollouts of their tasks, and call the model over HTTP.
+
+AgentTask -> program in a folder of its own -> server -> recorder -> sampler
+                |                                            |
+                v  working folder, exit status               v  token ids of its calls, as a tree
+              reward                ->  Rollout  <-        paths
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+import re
+import shutil
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from titan_tree.config.files import regular
+from titan_tree.config.plugins import calling, import_attribute
+from titan_tree.data.readers.containers import Source
+from titan_tree.errors import UserError, shorten
+from titan_tree.rl.environment import AgentTask
+from titan_tree.rl.rollouts import Rollout
+from titan_tree.rl.sampler import InterruptedSampling, Sampler
+from titan_tree.rl.settings import AgentConfig
+from titan_tree.serve.process import Ended, Limits, Processes
+
+if TYPE_CHECKING:
+    from titan_tree.rl.model_recorder import ModelRecorder
+    from titan_tree.serve.agent_server import AgentServer
+    from titan_tree.serve.session import SessionPath
+
+logger = logging.getLogger(__name__)
+MODEL = "policy"  # the name under which programs find the model
+POLL_S = 0.05  # seconds until a signal ends the wait for programs
+
+Grader = Callable[[dict[str, Any], Path, int], float]  # of a task, its working folder and the exit status
+
+
+class TaskFile:
+    """The environment "agent": tasks of a file for the program of [rl.agent]."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        if not config.command or config.tasks is None:
+            raise UserError('rl.agent.command and rl.agent.tasks: expected both with the environment "agent"')
+        if config.folder and not Path(config.folder).is_dir():
+            raise UserError(f"rl.agent.folder: expected a folder, got {shorten(config.folder)}")
+        self.config, self.grade = config, grader(config.reward)
+        try:
+            self.tasks = [task for _, task in Source(config.tasks).rows()]
+        except OSError as error:
+            raise UserError(f"rl.agent.tasks: {config.tasks}: {error.strerror}") from None
+        if not self.tasks:
+            raise UserError(f"rl.agent.tasks: {config.tasks}: expected tasks, got an empty file")
+
+    def task(self, draw: random.Random) -> AgentTask:
+        """Returns a random task of the file."""
+        task, config = draw.choice(self.tasks), self.config
+        return AgentTask(
+            command=[filled(word, task) for word in config.command],
+            reward=partial(self.grade, task),
+            folder=Path(config.folder) if config.folder else None,
+            files={"task.json": json.dumps(task)},
+            time_limit_s=config.time_limit_s,
+        )
+
+
+def grader(reward: str) -> Grader:
+    """Returns the function that ``rl.agent.reward`` means. Raises UserError if there is no such function."""
+    kind, _, name = reward.partition(":")
+    if kind == "exit":
+        return lambda task, folder, status: float(status == 0)
+    if kind != "file":
+        function: Grader = import_attribute(reward)
+        return function
+
+    def from_file(task: dict[str, Any], folder: Path, status: int) -> float:
+        try:
+            with open(folder / name, opener=regular) as file:  # a FIFO would never end
+                return float(file.read(1000))
+        except (OSError, ValueError) as error:
+            if status:
+                return 0.0
+            raise UserError(f"expected a number in {name} with exit status 0: {error}") from None
+
+    return from_file
+
+
+def filled(text: str, values: Mapping[str, object]) -> str:
+    """Returns a text with values in place of their names in braces. Other words in braces stay."""
+    return re.sub(r"\{(\w+)\}", lambda found: str(values.get(found[1], found[0])), text)
+
+
+def play_agents(
+    tasks: Sequence[tuple[str, AgentTask]],
+    server: AgentServer,
+    recorder: ModelRecorder,
+    sampler: Sampler,
+    *,
+    concurrency: int,
+    is_interrupted: Callable[[], object] = lambda: False,
+) -> list[Rollout]:
+    """Runs the programs of all tasks to their end, samples what they ask for, and returns their rollouts.
+
+    Args:
+        tasks: names of sessions, which are parts of URLs, with their tasks.
+        concurrency: maximum number of programs at a time.
+        is_interrupted: returns whether to end all programs. It is called again and again.
+
+    Raises:
+        InterruptedSampling: ``is_interrupted`` returned true.
+        UserError: a program made no call, or its reward is no finite number.
+    """
+    over, waiting = threading.Event(), deque(tasks)
+    played: dict[str, tuple[Ended, float]] = {}
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        with suppress(IndexError):  # nothing waits
+            while not over.is_set():
+                play(*waiting.popleft())
+        if errors or len(played) == len(tasks):
+            over.set()
+
+    def play(session: str, task: AgentTask) -> None:
+        try:
+            ended, reward = _play(session, task, f"{url}/s/{session}", server.key(session), processes)
+            if ended.cause != "stop":
+                played[session] = ended, reward
+        except BaseException as error:
+            errors.append(error)
+            over.set()
+
+    def watch() -> None:
+        while not (over.wait(POLL_S) or is_interrupted()):
+            pass
+        over.set()
+
+    url = server.start()
+    try:
+        with Processes() as processes:
+            threads = [threading.Thread(target=work, daemon=True) for _ in range(concurrency)]
+            threads.append(threading.Thread(target=watch, daemon=True))
+            for thread in threads:
+                thread.start()
+            try:
+                recorder.run(sampler, over)
+            finally:
+                over.set()
+                processes.stop()
+                for thread in threads:
+                    thread.join()
+    finally:
+        server.close()
+    if errors:
+        raise errors[0]
+    if len(played) < len(tasks):
+        raise InterruptedSampling
+    rollouts = []
+    for session, task in tasks:
+        ended, reward = played[session]
+        taken = recorder.take(session)
+        if not (paths := taken.paths() if taken else []):
+            raise UserError(
+                f"{session}: expected calls of the model, got none in {ended.seconds:.1f} s ({ended.cause}, "
+                f"status {ended.status}) from {shorten(list(task.command))}, which printed: {ended.tail}"
+            )
+        rollouts.append(rollout_of(paths, reward, is_cut_off=ended.cause == "time limit"))
+    failed = [ended for ended, _ in played.values() if ended.status]
+    if failed and len(failed) == len(tasks):
+        how = f"{failed[0].cause}, status {failed[0].status}"
+        logger.warning(
+            "rl.agent: all %d programs failed; one (%s) printed: %s", len(tasks), how, failed[0].tail
+        )
+    return rollouts
+
+
+def rollout_of(paths: Sequence[SessionPath], reward: float, is_cut_off: bool) -> Rollout:
+    """Returns a rollout with a context for each path of a session."""
+    rollout = Rollout(contexts=[], reward=reward, is_cut_off=is_cut_off)
+    for path in paths:
+        start = len(rollout.tokens)
+        rollout.contexts.append(start)
+        rollout.tokens.images += tuple((start + at, image) for at, image in path.tokens.images)
+        rollout.tokens += path.tokens
+        rollout.mask += path.mask
+        rollout.logprobs += path.logprobs
+        rollout.kept += path.kept
+        rollout.starts += [start + at for at in path.starts]
+    experts = [path.experts for path in paths if path.experts is not None]
+    rollout.experts = experts if len(experts) == len(paths) else []
+    return rollout
+
+
+def _play(session: str, task: AgentTask, url: str, key: str, processes: Processes) -> tuple[Ended, float]:
+    """Runs the program of a task in a new folder. Returns how it ended, and its reward."""
+    values = {"url": url, "openai_url": f"{url}/v1", "key": key, "model": MODEL}
+    with TemporaryDirectory(prefix="titan-tree-agent-", ignore_cleanup_errors=True) as parent:
+        folder = Path(parent, "work")
+        try:
+            folder.mkdir()
+            if task.folder is not None:
+                shutil.copytree(task.folder, folder, symlinks=True, dirs_exist_ok=True)
+            for name, text in task.files.items():
+                (folder / name).write_text(text, encoding="utf-8")
+        except OSError as error:  # as shutil.Error
+            raise UserError(f"{session}: cannot make the working folder of its program: {error}") from None
+        ended = processes.run(
+            [filled(word, values) for word in task.command],
+            folder,
+            {name: filled(value, values) for name, value in task.environment.items()},
+            Limits(time_s=task.time_limit_s),
+            Path(parent, "output.txt"),
+        )
+        if ended.cause != "exit":
+            return ended, 0.0
+        with calling(f"{session}: reward (exit status {ended.status})"):
+            reward = task.reward(folder, ended.status)
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise UserError(f"{session}: expected a finite number as reward, got {shorten(reward)}")
+    return ended, float(reward)
