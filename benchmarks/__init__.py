@@ -22,6 +22,7 @@ BENCHES = {  # name -> summary; a module is imported only when it runs
     "partition": "executed tokens, ERR and seconds of each strategy on real trees",
     "memory": "trees that are larger than memory, beside one path and one pass",
     "rl": "reinforcement learning: rewards, and the update on trees beside rows",
+    "learning": "rewards of a real model that learns tasks of reasoning-gym, on trees and on rows",
     "images": "whole steps on trees with images, beside rows that encode each image again",
     "step": "whole steps on sequences and trees, beside a compiled transformers model",
     "attention": "TreeAttention's backends beside FlexAttention, cuDNN and FlashAttention-4",

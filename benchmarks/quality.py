@@ -87,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Iterator[Row]:
     """Yields a row per seed and choice of paths, and the mean over seeds of each choice."""
     environment, rows = ENVIRONMENTS[args.environment](), []
+    assert isinstance(environment, Environment)
     assert isinstance(environment, Demonstrator)
     tasks = [f"fresh/{task}" for task in range(args.tasks)]
     with TemporaryDirectory() as folder:
@@ -193,6 +194,7 @@ def sampled_rewards(trainer: Trainer, environment: Environment, tasks: Sequence[
 
 def copied(environment: Environment, task: str) -> float:
     """Returns the mean reward of the demonstrations of a task."""
+    assert isinstance(environment, Environment)
     assert isinstance(environment, Demonstrator)
     episode = environment.episode(random.Random(task))
     turns = [
