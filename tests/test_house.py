@@ -10,7 +10,7 @@ from tests.support.house import circles, counts, traced_step
 
 LIMITS = {
     "files": 341,
-    "lines": 60_492,
+    "lines": 60_493,
     "files of the core": 239,
     "lines of the core": 44_897,
     "classes": 447,
@@ -21,8 +21,8 @@ LIMITS = {
     "files reached from the trainer": 164,
     "lines reached from the trainer": 31_278,
     "Any": 377,
-    "words of documentation": 52_122,
-    "lines of tests": 57_967,
+    "words of documentation": 52_165,
+    "lines of tests": 57_971,
     "files acting in a dense step": 86,
     "classes acting in a dense step": 75,
 }

@@ -319,7 +319,7 @@ def test_an_error_of_the_sampler_ends_all_programs(monkeypatch: pytest.MonkeyPat
 def test_a_rollout_has_a_context_for_each_path() -> None:
     # The second path shares the first turn, which counts in the first path alone.
     experts = np.zeros((5, 1, 2), np.int16)
-    first = path([7, 1, 0, 7, 2], [0, 1, 1, 0, 1], [0, -1, -2, 0, -3], experts=experts)
+    first = path([7, 1, 0, 7, 2], [0, 1, 1, 0, 1], [0, -1, -2, 0, -3])
     second = path(
         [7, 1, 0, 8, 3, 0], [0, 0, 0, 0, 1, 1], [0, -1, -2, 0, -4, -5], kept=[(), (), (), (), (3,), (0, 5)]
     )
@@ -329,7 +329,10 @@ def test_a_rollout_has_a_context_for_each_path() -> None:
     assert rollout.logprobs == [*first.logprobs, *second.logprobs]
     assert rollout.kept == [*first.kept, *second.kept]
     assert (rollout.starts, rollout.contexts, rollout.experts) == ([1, 4, 9], [0, 5], [])
-    assert rollout_of([first], 1.0, is_cut_off=False).experts == [experts]
+    recorded = path([7, 1, 0], [0, 1, 1], [0, -1, -2], experts=experts)
+    assert rollout_of([recorded], 1.0, is_cut_off=False).experts == [experts]
+    with pytest.raises(UserError, match="expected experts of all calls, or of none"):
+        rollout_of([recorded, second], 1.0, is_cut_off=False)
     other = rollout_of([path([7, 4, 0], [0, 1, 1], [0, -1, -1])], 0.0, is_cut_off=False)
     paths = token_paths([rollout, other], "t", "group", {})
     assert [each.id for each in paths] == ["t/0/0", "t/0/1", "t/1"]

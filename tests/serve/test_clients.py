@@ -256,7 +256,8 @@ class Editor:
         messages, draw = list(messages), self.draw
         kind = draw.choice(("content", "thoughts", "arguments", "cut", "system"))
         if kind == "system":
-            return [{"role": "system", "content": draw.choice(WORDS)}, *messages[messages[0] == SYSTEM :]]
+            rest = messages[messages[0]["role"] == "system" :]
+            return [{"role": "system", "content": draw.choice(WORDS)}, *rest]
         if kind == "cut":
             starts = [i for i, message in enumerate(messages) if message["role"] == "user"]
             return messages[draw.choice(starts) :]

@@ -195,8 +195,9 @@ def rollout_of(paths: Sequence[SessionPath], reward: float, is_cut_off: bool) ->
         rollout.logprobs += path.logprobs
         rollout.kept += path.kept
         rollout.starts += [start + at for at in path.starts]
-    experts = [path.experts for path in paths if path.experts is not None]
-    rollout.experts = experts if len(experts) == len(paths) else []
+    rollout.experts = [path.experts for path in paths if path.experts is not None]
+    if len(rollout.experts) not in (0, len(paths)):
+        raise UserError("a session: expected experts of all calls, or of none; check the sampler")
     return rollout
 
 
