@@ -145,6 +145,3 @@ def register() -> None:
     """Registers the environments of ``TASKS``."""
     for name in TASKS:
         ENVIRONMENTS.register(name, partial(GymTasks, name), replace=True)
-
-
-register()

@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
     """Yields the rows of each run when it ends."""
     if args.through == "trl" and not args.model:
         raise UserError("--through trl: expected a snapshot with a tokenizer that TRL reads; set --model")
-    register()  # again: tests restore registries
+    register()
     starts = {task: Path(args.folder, task, "warm_start") for task in args.tasks}
     for task, start in starts.items():
         if not (start / "hf").exists():

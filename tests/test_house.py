@@ -22,7 +22,7 @@ LIMITS = {
     "lines reached from the trainer": 31_278,
     "Any": 377,
     "words of documentation": 52_165,
-    "lines of tests": 57_971,
+    "lines of tests": 57_972,
     "files acting in a dense step": 86,
     "classes acting in a dense step": 75,
 }

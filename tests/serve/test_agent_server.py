@@ -125,7 +125,7 @@ def test_keys_of_sessions() -> None:
             client.messages.create(**CHAT, max_tokens=1)  # type: ignore
     assert len(recorder.turns) == 2
     assert len(key) == 64
-    assert AgentServer(recorder, ServeConfig(port=0), "policy", "another").key("task") != key
+    assert AgentServer(recorder, ServeConfig(port=0), "policy", f"{SECRET}, too").key("task") != key
 
 
 def test_other_machines_need_keys() -> None:

@@ -130,6 +130,7 @@ def test_stop_ends_all_programs(tmp_path: Path) -> None:
 @for_each("number", [signal.SIGKILL, signal.SIGINT])
 def test_no_program_survives_this_process(number: int, tmp_path: Path) -> None:
     code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # also under nohup
         "from pathlib import Path; from titan_tree.serve.process import *\n"
         f"folder = Path({str(tmp_path)!r})\n"
         "with Processes() as processes:\n"
