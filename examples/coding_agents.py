@@ -24,6 +24,7 @@ from pathlib import Path
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.rl.model_recorder import ModelRecorder
 from titan_tree.rl.rollouts import Chat
+from titan_tree.rl.settings import RLConfig
 from titan_tree.serve.agent_server import AgentServer
 from titan_tree.serve.settings import ServeConfig
 from titan_tree.tree.context import Completion, Context, Ids
@@ -108,9 +109,9 @@ def main() -> None:
     args = parser.parse_args()
     install(args.folder)
     chat = Chat(TreeTokenizer.load(args.tokenizer, "qwen3"))
-    config = ServeConfig(port=0, mode=args.mode, max_context_tokens=10**6)
-    recorder = ModelRecorder(chat, config, folder=args.folder / "sessions")
-    server = AgentServer(recorder, config, "policy")
+    limits = RLConfig(max_rollout_tokens=10**6)
+    recorder = ModelRecorder(chat, limits, args.mode, folder=args.folder / "sessions")
+    server = AgentServer(recorder, ServeConfig(port=0), "policy")
     url, until = server.start(), threading.Event()
     sampling = threading.Thread(target=recorder.run, args=(Script(chat.tokenizer), until))
     sampling.start()

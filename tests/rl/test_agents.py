@@ -31,7 +31,7 @@ from titan_tree.rl.model_recorder import ModelRecorder
 from titan_tree.rl.rollouts import Chat, Rollout, token_paths
 from titan_tree.rl.run import run
 from titan_tree.rl.sampler import InterruptedSampling
-from titan_tree.rl.settings import AgentConfig, RLRunConfig
+from titan_tree.rl.settings import AgentConfig, RLConfig, RLRunConfig
 from titan_tree.rl.trainer import RLTrainer, check_settings
 from titan_tree.serve.agent_server import AgentServer
 from titan_tree.serve.settings import ServeConfig
@@ -555,7 +555,7 @@ def test_the_bash_agent_of_the_examples_repairs_a_repository(tmp_path: Path) -> 
         call = json.dumps({"name": "bash", "arguments": {"command": command}})
         texts = [f"<tool_call>\n{call}\n</tool_call>", "Done."]
         recorder, sampler = (
-            ModelRecorder(chat, ServeConfig()),
+            ModelRecorder(chat, RLConfig()),
             ScriptedSampler(chat.tokenizer, chat.ends, texts),
         )
         server = AgentServer(recorder, ServeConfig(port=0), MODEL)

@@ -23,7 +23,7 @@ TINY = ["model.flavor=debug", "model.overrides.vocab_size=282", "data.tokenizer=
 
 def test_contexts_must_fit_the_model(tmp_path: Path) -> None:
     keys = [*TINY, f"folder={tmp_path}/sessions", "model.overrides.max_position_embeddings=512"]
-    expected = "serve.max_context_tokens: expected at most the model's 512 tokens, got 32,768; lower it"
+    expected = "rl.max_rollout_tokens: expected at most the model's 512 tokens, got 32,768; lower it"
     with pytest.raises(UserError, match=re.escape(expected)):
         serve(load_tables(RLRunConfig, SERVE, keys))
     assert not (tmp_path / "sessions").exists()
@@ -51,7 +51,7 @@ def test_a_turn_that_another_server_refuses_fails_alone(
     monkeypatch.setattr(AgentServer, "start", lambda server: urls.append(start(server)) or urls[0])
     monkeypatch.setattr(serving, "_sampler", lambda *_: Refusing())
     monkeypatch.setattr(serving, "_watch", watch)
-    config = load_tables(RLRunConfig, SERVE, [*TINY, f"folder={tmp_path}", "serve.max_context_tokens=512"])
+    config = load_tables(RLRunConfig, SERVE, [*TINY, f"folder={tmp_path}", "rl.max_rollout_tokens=512"])
     with ThreadPoolExecutor(1) as pool:
         served = pool.submit(serve, config)
         try:

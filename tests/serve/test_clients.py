@@ -23,6 +23,7 @@ from tests.support.sdk_clients import APIS, Clients
 from titan_tree.components.tree_tokenizer.messages import normalize_messages
 from titan_tree.rl.model_recorder import ModelRecorder
 from titan_tree.rl.rollouts import Chat
+from titan_tree.rl.settings import RLConfig
 from titan_tree.serve import agent_server
 from titan_tree.serve import session as causes
 from titan_tree.serve.agent_server import AgentServer
@@ -93,7 +94,7 @@ class Model(ScriptedSampler):
 @contextmanager
 def serving(recorder, sampler) -> Iterator[str]:
     """Yields the URL of a server, behind which a sampler runs."""
-    server, until = AgentServer(recorder, recorder.config, "policy"), threading.Event()
+    server, until = AgentServer(recorder, ServeConfig(port=0), "policy"), threading.Event()
     url = server.start()
     thread = threading.Thread(target=recorder.run, args=(sampler, until))
     thread.start()
@@ -175,7 +176,7 @@ def at_once(number, agent):
 @pytest.mark.parametrize("number", [6, pytest.param(64, marks=pytest.mark.slow)])
 def test_conversations_without_edits_never_fork(chats, clients, apis, number):
     chat = chats["chatml"]
-    recorder, sampler = ModelRecorder(chat, ServeConfig(port=0)), Model(chat)
+    recorder, sampler = ModelRecorder(chat, RLConfig()), Model(chat)
     with serving(recorder, sampler) as url:
         names = at_once(number, lambda name, draw: converse(draw, clients, recorder, url, name, 4, apis))
     for name in names:
@@ -202,7 +203,7 @@ NOT_PRINTED = {  # turns that chatml prints for no message, or that an API canno
 @for_each("api, turn", [(api, turn) for apis, turn in NOT_PRINTED.values() for api in apis])
 def test_turns_that_no_message_prints_fork_with_their_cause(api, turn, chats, clients):
     chat = chats["chatml"]
-    recorder, sampler = ModelRecorder(chat, ServeConfig(port=0)), Model(chat, lambda draw: turn)
+    recorder, sampler = ModelRecorder(chat, RLConfig()), Model(chat, lambda draw: turn)
     with serving(recorder, sampler) as url:
         first = [{"role": "user", "content": "x"}]
         message = clients.ask(f"{url}/s/a", api, first, TOOLS)
@@ -297,7 +298,7 @@ class Editor:
 )
 def test_edited_conversations_are_exact(chats, clients, name, mode, number):
     chat = chats[name]
-    recorder, sampler = ModelRecorder(chat, ServeConfig(port=0, mode=mode)), Model(chat)
+    recorder, sampler = ModelRecorder(chat, RLConfig(), mode), Model(chat)
     editors = []
 
     def play(name, draw):
@@ -336,9 +337,9 @@ class Broken(Model):
 @for_each("api, stream", [(api, stream) for api in APIS for stream in (False, True)])
 def test_a_sampler_that_fails_ends_the_run_and_records_nothing(api, stream, chats, clients, tmp_path):
     chat = chats["chatml"]
-    recorder, until = ModelRecorder(chat, ServeConfig(port=0), folder=tmp_path), threading.Event()
+    recorder, until = ModelRecorder(chat, RLConfig(), folder=tmp_path), threading.Event()
     first = [{"role": "user", "content": "x"}]
-    server = AgentServer(recorder, recorder.config, "policy")
+    server = AgentServer(recorder, ServeConfig(port=0), "policy")
     with closing(server), ThreadPoolExecutor(1) as pool:
         url = server.start()
         run = pool.submit(recorder.run, Broken(chat, 1), until)
@@ -355,7 +356,7 @@ def test_a_sampler_that_fails_ends_the_run_and_records_nothing(api, stream, chat
             with pytest.raises(RuntimeError, match="the GPU is gone"):
                 run.result()
     assert [call.answer.id for call in recorder.session("a").calls] == [message["id"]]
-    again = ModelRecorder(chat, ServeConfig(), folder=tmp_path)
+    again = ModelRecorder(chat, RLConfig(), folder=tmp_path)
     assert [call.answer.id for call in again.take("a").calls] == [message["id"]]
     assert again.take("b") is None
 
@@ -379,7 +380,7 @@ def test_a_client_that_leaves_gets_its_turn_at_the_next_try(api, stream, chats, 
     chat = chats["chatml"]
     first = [{"role": "user", "content": "x"}]
     for is_written in (False, True):
-        recorder, sampler = ModelRecorder(chat, ServeConfig(port=0)), Held(chat)
+        recorder, sampler = ModelRecorder(chat, RLConfig()), Held(chat)
         with serving(recorder, sampler) as url, ThreadPoolExecutor(1) as pool:
             with pytest.raises(TIMEOUTS):
                 clients.ask(f"{url}/s/a", api, first, None, stream, timeout=0.1)
@@ -428,8 +429,8 @@ def test_no_turn_that_a_client_has_received_is_lost(chats, clients, moments, tmp
             messages = [*messages, message, *following(draw, message)] if len(messages) < 12 else first
 
     def serve(kind):
-        recorder = ModelRecorder(chat, ServeConfig(port=0), folder=tmp_path)
-        server, until = AgentServer(recorder, recorder.config, "policy"), threading.Event()
+        recorder = ModelRecorder(chat, RLConfig(), folder=tmp_path)
+        server, until = AgentServer(recorder, ServeConfig(port=0), "policy"), threading.Event()
         state["url"] = server.start()
         sampler = Slow(chat, draw.randrange(6) if kind == "sampler" else -1)
         run = runs.submit(recorder.run, sampler, until)
@@ -455,7 +456,7 @@ def test_no_turn_that_a_client_has_received_is_lost(chats, clients, moments, tmp
             stopped.set()
         for each in agents:
             each.result()
-    ModelRecorder(chat, ServeConfig(), folder=tmp_path).close()
+    ModelRecorder(chat, RLConfig(), folder=tmp_path).close()
     lines = [json.loads(line) for line in (tmp_path / CALLS).read_text().splitlines()]
     turns = [line for line in lines if "turn" in line]
     answers = {(line["session"], line["answer"]["id"]): line["answer"]["message"] for line in turns}

@@ -13,9 +13,9 @@ from titan_tree.models.pretrained import build_model
 from titan_tree.rl.generate_sampler import default_sampler
 from titan_tree.rl.model_recorder import ModelRecorder
 from titan_tree.rl.rollouts import Chat
+from titan_tree.rl.settings import RLConfig
 from titan_tree.scoring.score_trees import score_paths
 from titan_tree.serve.request import Request
-from titan_tree.serve.settings import ServeConfig
 from titan_tree.tree.paths import TokenPath
 
 
@@ -24,7 +24,7 @@ def test_logprobs_of_sessions_are_those_of_trees(name):
     """Eight agents at once have three turns each. Fp32, 1e-4 nats."""
     torch.manual_seed(0)
     model, chat = build_model(name, "debug", vocab_size=264), Chat(TreeTokenizer.byte_level("chatml"))
-    recorder = ModelRecorder(chat, ServeConfig(max_turn_tokens=24))
+    recorder = ModelRecorder(chat, RLConfig(max_turn_tokens=24))
     names, until = [f"task.{i}" for i in range(8)], threading.Event()
 
     async def agent(session):

@@ -132,8 +132,8 @@ def start(snapshot: Path, vllm: str, folder: Path, log: Path, max_tokens: int) -
     """Starts ``titan-tree serve`` with contexts of at most ``max_tokens``."""
     command = [sys.executable, "-m", "titan_tree", "serve", str(ROOT / "train_configs/serve.toml")]
     command += [f"model.hf_path={snapshot}", f"folder={folder}", f"rl.server.url={vllm}"]
-    command += ["rl.server.model=policy", "serve.port=0", f"serve.max_context_tokens={max_tokens}"]
-    command += ["serve.max_turn_tokens=96"]
+    command += ["rl.server.model=policy", "serve.port=0", f"rl.max_rollout_tokens={max_tokens}"]
+    command += ["rl.max_turn_tokens=96"]
     with log.open("wb") as file:
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
 

@@ -15,9 +15,9 @@ from titan_tree.data.settings import DataConfig
 from titan_tree.errors import UserError
 from titan_tree.rl.model_recorder import ModelRecorder
 from titan_tree.rl.rollouts import Chat
+from titan_tree.rl.settings import RLConfig
 from titan_tree.serve.request import Request
 from titan_tree.serve.session_files import CALLS, ROWS
-from titan_tree.serve.settings import ServeConfig
 from titan_tree.tree.context import Completion
 
 NAMES = ("task.0", "task.1", "other.0")
@@ -44,7 +44,7 @@ def recorded(chat, folder, steps=9):
     """Returns a recorder with three sessions of some calls, the first of which has ended."""
     draw = random.Random(0)
     recorder, sampler = (
-        ModelRecorder(chat, ServeConfig(), folder=folder),
+        ModelRecorder(chat, RLConfig(), folder=folder),
         WithExperts(chat.tokenizer, chat.ends),
     )
     open_requests = {name: [Request(messages=[USER], tools=TOOLS)] for name in NAMES}
@@ -88,7 +88,7 @@ def test_a_killed_server_finds_its_sessions_again(chat, tmp_path):
         (folder / CALLS).write_bytes(content[:size])
         if size < len(content):  # rows are written after the line that says that their session ended
             (folder / ROWS).unlink()
-        again = ModelRecorder(chat, ServeConfig(), folder=folder)
+        again = ModelRecorder(chat, RLConfig(), folder=folder)
         lines = [json.loads(line) for line in content[:size].splitlines()[: content[:size].count(b"\n")]]
         for name in NAMES[1:]:
             number = sum(line["session"] == name for line in lines)
@@ -108,7 +108,7 @@ def test_rows_that_a_killed_server_did_not_write_are_written_at_its_start(chat, 
         shutil.copytree(tmp_path / "whole", folder)
         (folder / ROWS).write_bytes(content[:size])
         for _ in range(2):
-            ModelRecorder(chat, ServeConfig(), folder=folder)
+            ModelRecorder(chat, RLConfig(), folder=folder)
             assert (folder / ROWS).read_bytes() == content
 
 
@@ -117,7 +117,7 @@ def test_a_session_may_have_the_name_of_one_that_ended(chat, tmp_path):
     recorder, sampler = recorded(chat, tmp_path), WithExperts(chat.tokenizer, chat.ends)
     asked(recorder, sampler, Request(messages=[USER]), session=NAMES[0])
     want = calls_of(recorder._sessions[NAMES[0]].session)
-    again = ModelRecorder(chat, ServeConfig(), folder=tmp_path)
+    again = ModelRecorder(chat, RLConfig(), folder=tmp_path)
     assert calls_of(again._sessions[NAMES[0]].session) == want
     again.close()
     ids = [json.loads(line)["id"] for line in (tmp_path / ROWS).read_text().splitlines()]
@@ -129,7 +129,7 @@ def test_a_session_may_have_the_name_of_one_that_ended(chat, tmp_path):
 
 def test_a_session_that_lost_a_call_gives_its_number_to_no_other_one(chat, tmp_path):
     """Of two calls at once, the server writes the second one, and is killed."""
-    recorder = ModelRecorder(chat, ServeConfig(), folder=tmp_path)
+    recorder = ModelRecorder(chat, RLConfig(), folder=tmp_path)
 
     async def ask(recorder, *numbers):
         tasks = [
@@ -147,7 +147,7 @@ def test_a_session_that_lost_a_call_gives_its_number_to_no_other_one(chat, tmp_p
             task.cancel()
 
     for numbers in ((0, 1), (2,)):
-        recorder = ModelRecorder(chat, ServeConfig(), folder=tmp_path)
+        recorder = ModelRecorder(chat, RLConfig(), folder=tmp_path)
         asyncio.run(ask(recorder, *numbers))
     numbers = [json.loads(line)["number"] for line in (tmp_path / CALLS).read_text().splitlines()]
     assert numbers == [1, 2]
@@ -155,7 +155,7 @@ def test_a_session_that_lost_a_call_gives_its_number_to_no_other_one(chat, tmp_p
 
 def test_rows_do_not_depend_on_a_restart(chat, tmp_path):
     """Of two calls at once, the second one ends first. The server is killed when it has written one row."""
-    recorder = ModelRecorder(chat, ServeConfig(), folder=tmp_path)
+    recorder = ModelRecorder(chat, RLConfig(), folder=tmp_path)
 
     async def ask():
         tasks = []
@@ -173,12 +173,12 @@ def test_rows_do_not_depend_on_a_restart(chat, tmp_path):
     recorder.end("a", 1.0)
     content = (tmp_path / ROWS).read_bytes()
     (tmp_path / ROWS).write_bytes(content[: content.index(b"\n") + 1])
-    ModelRecorder(chat, ServeConfig(), folder=tmp_path).close()
+    ModelRecorder(chat, RLConfig(), folder=tmp_path).close()
     assert (tmp_path / ROWS).read_bytes() == content
 
 
 def test_a_turn_of_a_session_that_ended_is_not_written(chat, tmp_path):
-    recorder = ModelRecorder(chat, ServeConfig(), folder=tmp_path)
+    recorder = ModelRecorder(chat, RLConfig(), folder=tmp_path)
 
     async def ask():
         task = asyncio.create_task(recorder.turn("a", Request(messages=[USER]), digest="", is_retry=False))
@@ -191,13 +191,13 @@ def test_a_turn_of_a_session_that_ended_is_not_written(chat, tmp_path):
     with pytest.raises(UserError, match="session a: it ended while a turn was sampled"):
         asyncio.run(ask())
     assert len((tmp_path / CALLS).read_text().splitlines()) == 1
-    assert ModelRecorder(chat, ServeConfig(), folder=tmp_path).take("a") is None
+    assert ModelRecorder(chat, RLConfig(), folder=tmp_path).take("a") is None
 
 
 def test_a_retry_after_a_restart_gets_the_recorded_answer(chat, tmp_path):
     recorder = recorded(chat, tmp_path)  # all requests have the digest "0"
     last = recorder._sessions[NAMES[1]].session.calls[-1]
-    again = ModelRecorder(chat, ServeConfig(), folder=tmp_path)
+    again = ModelRecorder(chat, RLConfig(), folder=tmp_path)
     request = Request(messages=[USER], tools=TOOLS)
     assert asyncio.run(again.turn(NAMES[1], request, digest="0", is_retry=True)) == last.answer
 
@@ -228,4 +228,4 @@ def test_rows_are_trained_as_they_were_sampled(chat, tmp_path):
 def test_a_file_of_another_program_is_refused(chat, tmp_path):
     (tmp_path / CALLS).write_text('{"messages": []}\n')
     with pytest.raises(UserError, match="expected a file of titan-tree serve"):
-        ModelRecorder(chat, ServeConfig(), folder=tmp_path)
+        ModelRecorder(chat, RLConfig(), folder=tmp_path)

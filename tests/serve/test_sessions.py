@@ -12,9 +12,9 @@ from tests.support.conversations import tokenizers
 from titan_tree.errors import UserError
 from titan_tree.rl.model_recorder import ModelRecorder
 from titan_tree.rl.rollouts import Chat
+from titan_tree.rl.settings import RLConfig
 from titan_tree.serve import session as causes
 from titan_tree.serve.request import Request
-from titan_tree.serve.settings import ServeConfig
 from titan_tree.serve.turn_text import read_turn
 from titan_tree.tree.context import Completion
 from titan_tree.tree.paths import TokenPath
@@ -121,7 +121,7 @@ def test_a_conversation_continues_the_ids_of_its_turns(chats, name):
     texts = [f"<think>\nuser says\n</think>\n\n hello\n{call}", "hello hello"]
     if name == "chatml":
         texts = [call, "hello hello"]
-    recorder, sampler = ModelRecorder(chat, ServeConfig()), ScriptedSampler(chat.tokenizer, chat.ends, texts)
+    recorder, sampler = ModelRecorder(chat, RLConfig()), ScriptedSampler(chat.tokenizer, chat.ends, texts)
     first = Request(messages=[USER], tools=TOOLS)
     (answer,) = asked(recorder, sampler, first)
     (tool_call,) = answer.message["tool_calls"]
@@ -147,7 +147,7 @@ def test_thoughts_that_the_template_drops_fork_the_session_or_stay(chats):
     for mode in ("faithful", "append"):
         texts = ["<think>\nuser says\n</think>\n\nhello", "two"]
         sampler = ScriptedSampler(chat.tokenizer, chat.ends, texts)
-        recorder = ModelRecorder(chat, ServeConfig(mode=mode))
+        recorder = ModelRecorder(chat, RLConfig(), mode)
         first = Request(messages=[USER])
         (answer,) = asked(recorder, sampler, first)
         assert answer.message["reasoning_content"] == "user says"
@@ -188,7 +188,7 @@ FORKS = {
 @pytest.mark.parametrize("cause", FORKS)
 def test_forks_have_a_cause_and_train_no_token_twice(chats, cause):
     chat = chats["chatml"]
-    recorder, sampler = ModelRecorder(chat, ServeConfig()), ScriptedSampler(chat.tokenizer, chat.ends)
+    recorder, sampler = ModelRecorder(chat, RLConfig()), ScriptedSampler(chat.tokenizer, chat.ends)
     first = Request(messages=[SYSTEM, USER], tools=TOOLS)
     (answer,) = asked(recorder, sampler, first)
     second = follow(first, answer, USER)
@@ -224,7 +224,7 @@ def assert_exact(chat, sampler, session):
 def test_random_histories_are_exact(chats, name, seed):
     """Clients continue, ask again, edit, drop thoughts and cut. In order, each text is what is printed."""
     draw, chat = random.Random(seed), chats[name]
-    limits = ServeConfig(max_turn_tokens=draw.choice((40, 400)))
+    limits = RLConfig(max_turn_tokens=draw.choice((40, 400)))
     recorder, sampler = ModelRecorder(chat, limits), ScriptedSampler(chat.tokenizer, chat.ends)
     requests = [Request(messages=[USER], tools=draw.choice((None, TOOLS)))]
     sent = []
@@ -250,7 +250,7 @@ def test_random_histories_are_exact(chats, name, seed):
 
 def test_a_retry_gets_the_answer_of_the_first_attempt(chats):
     chat = chats["chatml"]
-    recorder, sampler = ModelRecorder(chat, ServeConfig()), ScriptedSampler(chat.tokenizer, chat.ends)
+    recorder, sampler = ModelRecorder(chat, RLConfig()), ScriptedSampler(chat.tokenizer, chat.ends)
     until = threading.Event()
 
     async def ask():
@@ -273,17 +273,17 @@ def test_a_retry_gets_the_answer_of_the_first_attempt(chats):
 
 
 def test_a_context_without_room_for_a_turn_is_refused(chats):
-    recorder = ModelRecorder(chats["chatml"], ServeConfig(max_context_tokens=10))
+    recorder = ModelRecorder(chats["chatml"], RLConfig(max_rollout_tokens=10))
     request = Request(messages=[USER])
     size = recorder.count("a", request)
-    with pytest.raises(UserError, match=f"fewer than serve.max_context_tokens = 10 tokens, got {size}"):
+    with pytest.raises(UserError, match=f"fewer than rl.max_rollout_tokens = 10 tokens, got {size}"):
         asyncio.run(recorder.turn("a", request, digest="", is_retry=False))
     assert recorder.take("a").calls == []
 
 
 def test_fields_without_effect_are_logged_once(chats, caplog):
     chat = chats["chatml"]
-    recorder, sampler = ModelRecorder(chat, ServeConfig()), ScriptedSampler(chat.tokenizer, chat.ends)
+    recorder, sampler = ModelRecorder(chat, RLConfig()), ScriptedSampler(chat.tokenizer, chat.ends)
     for value in ("0.5", "0.7"):
         asked(recorder, sampler, Request(messages=[USER], ignored=(f"temperature = {value}", "tool search")))
     assert [record.message for record in caplog.records] == [
@@ -308,7 +308,7 @@ def test_messages_with_other_images_are_other_messages():
 def test_a_turn_that_was_cut_off_is_continued_in_both_modes(chats):
     chat = chats["chatml"]
     for mode in ("faithful", "append"):
-        recorder = ModelRecorder(chat, ServeConfig(mode=mode))
+        recorder = ModelRecorder(chat, RLConfig(), mode)
         sampler = ScriptedSampler(chat.tokenizer, chat.ends, ["hello", "user says hello", "two"])
         first = Request(messages=[USER])
         (answer,) = asked(recorder, sampler, first)
@@ -324,7 +324,7 @@ def test_a_turn_that_was_cut_off_is_continued_in_both_modes(chats):
 
 def test_a_retry_waits_for_the_newest_of_equal_requests(chats):
     chat = chats["chatml"]
-    recorder = ModelRecorder(chat, ServeConfig())
+    recorder = ModelRecorder(chat, RLConfig())
 
     async def ask():
         tasks = []
@@ -344,7 +344,7 @@ def test_a_retry_waits_for_the_newest_of_equal_requests(chats):
 
 
 def test_counting_tokens_opens_no_session(chats):
-    recorder = ModelRecorder(chats["chatml"], ServeConfig())
+    recorder = ModelRecorder(chats["chatml"], RLConfig())
     assert recorder.count("a", Request(messages=[USER])) > 0
     assert recorder.take("a") is None
 
@@ -358,7 +358,7 @@ BROKEN_CALLS = (
 @pytest.mark.parametrize("text", BROKEN_CALLS)
 def test_calls_that_no_text_can_hold_stay_text(chats, text, tmp_path):
     chat = chats["chatml"]
-    recorder = ModelRecorder(chat, ServeConfig(), folder=tmp_path)
+    recorder = ModelRecorder(chat, RLConfig(), folder=tmp_path)
     (answer,) = asked(
         recorder, ScriptedSampler(chat.tokenizer, chat.ends, [text]), Request(messages=[USER], tools=TOOLS)
     )
@@ -377,7 +377,7 @@ def test_arguments_that_are_no_json_are_text(value, parameters):
 def test_the_first_turn_comes_first_even_if_its_path_ends_last(chats):
     """Otherwise its context for advantages would be what a sub-agent did later, in each rollout another."""
     chat = chats["chatml"]
-    recorder, sampler = ModelRecorder(chat, ServeConfig()), ScriptedSampler(chat.tokenizer, chat.ends)
+    recorder, sampler = ModelRecorder(chat, RLConfig()), ScriptedSampler(chat.tokenizer, chat.ends)
     first = Request(messages=[USER])
     (answer,) = asked(recorder, sampler, first)
     asked(recorder, sampler, Request(messages=[{"role": "user", "content": "sub-agent"}]))
@@ -391,7 +391,7 @@ def test_arguments_that_a_client_changed_from_1_to_true_are_changed(chats):
     chat = chats["chatml"]
     text = '<tool_call>\n{"name": "look", "arguments": {"at": [{"x": 1}]}}\n</tool_call>'
     recorder, sampler = (
-        ModelRecorder(chat, ServeConfig()),
+        ModelRecorder(chat, RLConfig()),
         ScriptedSampler(chat.tokenizer, chat.ends, [text]),
     )
     first = Request(messages=[USER], tools=TOOLS)

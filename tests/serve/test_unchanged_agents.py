@@ -34,6 +34,7 @@ from tests.support.conversations import tokenizers
 from tests.support.tokenizer_files import published_template
 from titan_tree.rl.model_recorder import ModelRecorder
 from titan_tree.rl.rollouts import Chat
+from titan_tree.rl.settings import RLConfig
 from titan_tree.serve import session as causes
 from titan_tree.serve.agent_server import AgentServer
 from titan_tree.serve.session import Mode
@@ -116,10 +117,9 @@ def mode() -> Mode:
 def served(mode: Mode) -> Iterator[Served]:
     """A server whose model writes the script, in tokens that its tokenizer would not choose."""
     chat = Chat(tokenizers("qwen3")["qwen3"])
-    config = ServeConfig(port=0, max_context_tokens=10**6, mode=mode)
     sampler = ScriptedSampler(chat.tokenizer, chat.ends, [turn(*each) for each in SCRIPT])
-    recorder, until = ModelRecorder(chat, config), threading.Event()
-    server = AgentServer(recorder, config, "policy")
+    recorder, until = ModelRecorder(chat, RLConfig(max_rollout_tokens=10**6), mode), threading.Event()
+    server = AgentServer(recorder, ServeConfig(port=0), "policy")
     url, sampling = server.start(), threading.Thread(target=recorder.run, args=(sampler, until))
     sampling.start()
     yield Served(recorder, sampler, url)

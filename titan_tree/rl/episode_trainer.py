@@ -128,14 +128,8 @@ class EpisodeTrainer(Trainer, ABC):
 
         rl = self.config.rl
         names = [(task, f"{task}/{i}".replace("/", "-")) for task in tasks for i in range(number)]
-        serve = replace(
-            self.config.serve,
-            port=0,  # a free one, for the server of each rank
-            max_turn_tokens=rl.max_turn_tokens,
-            max_context_tokens=rl.max_rollout_tokens,
-            max_sessions=len(names) + 1,
-        )
-        recorder = ModelRecorder(self.chat, serve)
+        serve = replace(self.config.serve, port=0, max_sessions=len(names) + 1)  # any free port
+        recorder = ModelRecorder(self.chat, rl, serve.mode)
         rollouts = play_agents(
             [(session, environment.task(random.Random(task))) for task, session in names],
             AgentServer(recorder, serve, MODEL, secrets.token_hex()),

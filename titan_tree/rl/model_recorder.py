@@ -21,10 +21,10 @@ import numpy as np
 from titan_tree.errors import UserError
 from titan_tree.rl.rollouts import Chat, cut_at_placeholder
 from titan_tree.rl.sampler import RemoteSampler, Sampler
+from titan_tree.rl.settings import RLConfig
 from titan_tree.serve.request import Answer, Message, Request
-from titan_tree.serve.session import Session
+from titan_tree.serve.session import Mode, Session
 from titan_tree.serve.session_files import SessionFiles
-from titan_tree.serve.settings import ServeConfig
 from titan_tree.serve.turn_text import read_turn
 from titan_tree.tree.context import Completion, Context
 
@@ -58,13 +58,21 @@ class ModelRecorder:
 
     Args:
         chat: turns messages into tokens.
-        config: the limits of turns and contexts.
+        config: the limits of turns and contexts, and of requests to other servers.
+        mode: what prompts have of earlier turns, see ``Session``.
         seed: with the name of a session and the number of a call, it decides the turn.
         folder: a folder for the files of sessions, see ``SessionFiles``. None: there are none.
     """
 
-    def __init__(self, chat: Chat, config: ServeConfig, seed: str = "", folder: Path | None = None) -> None:
-        self.chat, self.config, self.seed = chat, config, seed
+    def __init__(
+        self,
+        chat: Chat,
+        config: RLConfig,
+        mode: Mode = "faithful",
+        seed: str = "",
+        folder: Path | None = None,
+    ) -> None:
+        self.chat, self.config, self.mode, self.seed = chat, config, mode, seed
         self._sessions: dict[str, _OpenSession] = {}
         self._files = None if folder is None else SessionFiles(folder, self._session)
         if self._files is not None:
@@ -125,7 +133,7 @@ class ModelRecorder:
     def run(self, sampler: Sampler, until: threading.Event) -> None:
         """Samples the turns that wait until the event is set. An error of the sampler ends it."""
         ends, running = self.chat.ends, set[Future[None]]()
-        with ThreadPoolExecutor(self.config.concurrency) as pool:
+        with ThreadPoolExecutor(self.config.server.concurrency) as pool:
             while not until.is_set() or not self._waiting.empty():
                 batch = self._batch()
                 if isinstance(sampler, RemoteSampler):  # it samples each turn while others wait for theirs
@@ -152,7 +160,7 @@ class ModelRecorder:
         return self._sessions[name]
 
     def _session(self) -> Session:
-        return Session(self.chat.tokenizer.decode, self.chat.ends, self.config.mode)
+        return Session(self.chat.tokenizer.decode, self.chat.ends, self.mode)
 
     async def _turn(self, opened: _OpenSession, name: str, request: Request, digest: str) -> Answer:
         session = opened.session
@@ -191,13 +199,12 @@ class ModelRecorder:
         limit = min(
             request.max_tokens or config.max_turn_tokens,
             config.max_turn_tokens,
-            config.max_context_tokens - len(context),
+            config.max_rollout_tokens - len(context),
         )
         if limit < 1:
             raise UserError(
-                f"messages: expected fewer than serve.max_context_tokens = {config.max_context_tokens:,} "
-                f"tokens, got {len(context):,}; shorten the context, or raise the limit (in titan-tree rl: "
-                "rl.max_rollout_tokens)"
+                f"messages: expected fewer than rl.max_rollout_tokens = {config.max_rollout_tokens:,} "
+                f"tokens, got {len(context):,}; shorten the context, or raise the limit"
             )
         result: Future[Completion] = Future()
         self._waiting.put(_Waiting(context, limit, random.Random(seed).getrandbits(62), result))

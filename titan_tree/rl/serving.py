@@ -44,7 +44,7 @@ def serve(config: RLRunConfig) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sampler = _sampler(config, device)
     chat = Chat(tokenizer, config.data.sample)
-    recorder = ModelRecorder(chat, config.serve, str(config.data.seed), Path(config.folder))
+    recorder = ModelRecorder(chat, config.rl, config.serve.mode, str(config.data.seed), Path(config.folder))
     name = Path(config.model.hf_path).name if config.model.hf_path else f"{config.model.flavor}"
     server = AgentServer(recorder, config.serve, name, secret(config.serve.secret_env))
     url, stopped = server.start(), threading.Event()
@@ -103,9 +103,9 @@ def _sampler(config: RLRunConfig, device: torch.device) -> Sampler:
 
 def _check_limit(config: RLRunConfig, limit: int, whose: str) -> None:
     """Raises UserError if contexts may become so long that the sampler refuses them, which would end it."""
-    if (got := config.serve.max_context_tokens) > limit:
+    if (got := config.rl.max_rollout_tokens) > limit:
         raise UserError(
-            f"serve.max_context_tokens: expected at most the {whose} {limit:,} tokens, got {got:,}; lower it"
+            f"rl.max_rollout_tokens: expected at most the {whose} {limit:,} tokens, got {got:,}; lower it"
         )
 
 
