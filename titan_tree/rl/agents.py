@@ -15,9 +15,9 @@ import random
 import re
 import shutil
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -119,54 +119,38 @@ def play_agents(
         InterruptedSampling: ``is_interrupted`` returned true.
         UserError: a program made no call, or its reward is no finite number.
     """
-    over, waiting = threading.Event(), deque(tasks)
-    played: dict[str, tuple[Ended, float]] = {}
-    errors: list[BaseException] = []
+    over = threading.Event()  # ends the sampling
+    with closing(server), Processes() as processes, ThreadPoolExecutor(concurrency) as pool:
+        url = server.start()
+        plays = [
+            pool.submit(_play, session, task, f"{url}/s/{session}", server.key(session), processes)
+            for session, task in tasks
+        ]
 
-    def work() -> None:
-        with suppress(IndexError):  # nothing waits
-            while not over.is_set():
-                play(*waiting.popleft())
-        if errors or len(played) == len(tasks):
+        def watch() -> None:
+            running = set(plays)
+            while running and not over.is_set() and not is_interrupted():
+                ended, running = wait(running, POLL_S, FIRST_EXCEPTION)
+                if any(_error(play) for play in ended):
+                    break
             over.set()
 
-    def play(session: str, task: AgentTask) -> None:
+        watching = threading.Thread(target=watch, daemon=True)
+        watching.start()
         try:
-            ended, reward = _play(session, task, f"{url}/s/{session}", server.key(session), processes)
-            if ended.cause != "stop":
-                played[session] = ended, reward
-        except BaseException as error:
-            errors.append(error)
+            recorder.run(sampler, over)
+        finally:
             over.set()
-
-    def watch() -> None:
-        while not (over.wait(POLL_S) or is_interrupted()):
-            pass
-        over.set()
-
-    url = server.start()
-    try:
-        with Processes() as processes:
-            threads = [threading.Thread(target=work, daemon=True) for _ in range(concurrency)]
-            threads.append(threading.Thread(target=watch, daemon=True))
-            for thread in threads:
-                thread.start()
-            try:
-                recorder.run(sampler, over)
-            finally:
-                over.set()
-                processes.stop()
-                for thread in threads:
-                    thread.join()
-    finally:
-        server.close()
-    if errors:
-        raise errors[0]
-    if len(played) < len(tasks):
+            pool.shutdown(wait=False, cancel_futures=True)
+            processes.stop()
+            watching.join()
+    if error := next(filter(None, map(_error, plays)), None):
+        raise error
+    if any(play.cancelled() or play.result()[0].cause == "stop" for play in plays):
         raise InterruptedSampling
+    played = [play.result() for play in plays]
     rollouts = []
-    for session, task in tasks:
-        ended, reward = played[session]
+    for (session, task), (ended, reward) in zip(tasks, played, strict=True):
         taken = recorder.take(session)
         if not (paths := taken.paths() if taken else []):
             raise UserError(
@@ -174,13 +158,17 @@ def play_agents(
                 f"status {ended.status}) from {shorten(list(task.command))}, which printed: {ended.tail}"
             )
         rollouts.append(rollout_of(paths, reward, is_cut_off=ended.cause == "time limit"))
-    failed = [ended for ended, _ in played.values() if ended.status]
+    failed = [ended for ended, _ in played if ended.status]
     if failed and len(failed) == len(tasks):
         how = f"{failed[0].cause}, status {failed[0].status}"
         logger.warning(
             "rl.agent: all %d programs failed; one (%s) printed: %s", len(tasks), how, failed[0].tail
         )
     return rollouts
+
+
+def _error(play: Future[tuple[Ended, float]]) -> BaseException | None:
+    return None if play.cancelled() else play.exception()
 
 
 def rollout_of(paths: Sequence[SessionPath], reward: float, is_cut_off: bool) -> Rollout:
