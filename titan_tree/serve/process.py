@@ -30,9 +30,7 @@ class Limits(NamedTuple):
     cpu_s: int = 24 * 3600  # CPU time of each of its processes
     file_bytes: int = 2**32  # size of each file that it writes
     open_files: int = 4096  # of each process
-    processes: int = (
-        2**15
-    )  # processes and threads of its user, of other programs, too; root has no such limit
+    processes: int = 2**15  # and threads, of all programs of its user; root has no such limit
     output_bytes: int = 2**20  # of the newest output, which is kept
 
 

@@ -63,6 +63,12 @@ class Call:
         assert self.turn is not None
         return self.prompt.extended(self.turn.tokens)
 
+    @property
+    def last_token(self) -> int:
+        """The last id of the turn."""
+        assert self.turn is not None
+        return self.turn.tokens[-1]
+
 
 @dataclass(frozen=True, kw_only=True)
 class SessionPath:
@@ -149,7 +155,7 @@ class Session:
         call.turn, call.answer = turn, answer
         *_, (_, text) = self._boundaries(call.tokens)
         self._by_text.setdefault(text, call)
-        self._by_messages.setdefault(_chain(call.keys), call)
+        self._by_messages.setdefault(_joined(call.keys), call)
         for each in answer.message.get("tool_calls", ()):
             self._written[each["id"]] = each["function"]["arguments"]
 
@@ -166,7 +172,7 @@ class Session:
         done = [call for call in self.calls if call.turn is not None]
         inner = {call.parent for call in done}
         trained: set[Call] = set()
-        leaves = [_chain_of(call) for call in done if call not in inner]
+        leaves = [_calls_to(call) for call in done if call not in inner]
         # Restored calls have the order in which their turns ended. Rows must not depend on a restart.
         leaves.sort(key=lambda calls: [call.number for call in calls])
         return [_path(calls, trained) for calls in leaves]
@@ -189,26 +195,25 @@ class Session:
         self, request: Request, printed: Context, observe: Callable[[Sequence[Message], int], Context]
     ) -> tuple[Context, Call | None, str, list[bytes]]:
         keys = [_digest(request.tools), *map(_key, request.messages)]
-        parent, prompt = None, printed
+        parent, start = None, 0  # the call that is continued, and where its text ends
         for at, text in self._boundaries(printed):
             if (call := self._by_text.get(text)) is not None:
-                parent, prompt = call, call.tokens.extended(printed.part(at, len(printed)))
+                parent, start = call, at
+        rest = printed.part(start, len(printed))
         if self._mode == "append" and (found := self._extended(keys, request)) is not None:
             number, extended = found
-            if parent is None or len(parent.keys) <= len(
-                extended.keys
-            ):  # else a later turn, which was cut off
-                parent = extended
-                rest = observe(request.messages[number:], parent.tokens[-1])
-                prompt = parent.tokens.extended(rest)
+            # Else, the text has led to a later turn, which was cut off.
+            if parent is None or len(parent.keys) <= len(extended.keys):
+                parent, rest = extended, observe(request.messages[number:], extended.last_token)
+        prompt = rest if parent is None else parent.tokens.extended(rest)
         return prompt, parent, self._fork(keys, parent, request), keys
 
     def _extended(self, keys: list[bytes], request: Request) -> tuple[int, Call] | None:
         """Returns the call with the most of the request's first messages, and their number."""
         for number in range(len(request.messages) - 1, 0, -1):
             if request.messages[number - 1]["role"] == "assistant":
-                call = self._by_messages.get(_chain(keys[: number + 1]))
-                if call is not None and call.turn is not None and call.turn.tokens[-1] in self._ends:
+                call = self._by_messages.get(_joined(keys[: number + 1]))
+                if call is not None and call.last_token in self._ends:
                     return number, call
         return None
 
@@ -259,7 +264,7 @@ class Session:
         yield len(tokens), digest.digest()
 
 
-def _chain_of(leaf: Call) -> list[Call]:
+def _calls_to(leaf: Call) -> list[Call]:
     """Returns the calls from the root to a leaf."""
     calls = [leaf]
     while (parent := calls[-1].parent) is not None:
@@ -339,5 +344,6 @@ def _digest(value: Any) -> bytes:
     return blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
 
 
-def _chain(keys: Sequence[bytes]) -> bytes:
+def _joined(keys: Sequence[bytes]) -> bytes:
+    """Returns one digest of several, in their order."""
     return blake2b(b"".join(keys), digest_size=16).digest()
