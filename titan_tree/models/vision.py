@@ -23,9 +23,7 @@ from titan_tree.models.decoder import Decoder
 from titan_tree.models.decoder_config import ConfigJson
 
 T = TypeVar("T")
-MAX_PIXELS = (
-    1 << 21
-)  # of images that run together, about one screen of 1920 x 1080; a larger image runs alone
+MAX_PIXELS = 1 << 21  # of images that run together: a screen of 1920 x 1088; a larger one runs alone
 
 # The tower of the flavor "debug", whose images have 32 x 32 pixels per token, as published ones have.
 DEBUG_TOWER: ConfigJson = {
