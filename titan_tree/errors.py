@@ -51,6 +51,20 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def secret_of(variable: str, key: str) -> str:
+    """Returns the secret in the environment variable that a key of the configuration names.
+
+    Raises:
+        UserError: it is not set. The message does not show its name, which may be the secret itself.
+    """
+    if (value := os.environ.get(variable)) is None:
+        raise UserError(
+            f"{key}: expected the name of an environment variable that is set; export the variable, and "
+            "write its name here, not the secret itself"
+        )
+    return value
+
+
 def keep_secret(secret: str) -> None:
     """Lets ``hide`` replace a secret, such as an API key, from now on.
 

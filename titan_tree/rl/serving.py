@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import Counter
 from dataclasses import asdict
@@ -12,7 +11,7 @@ from pathlib import Path
 import torch
 
 from titan_tree.distributed.mesh import OneRank
-from titan_tree.errors import UserError, keep_secret
+from titan_tree.errors import UserError, secret_of
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.rl.generate_sampler import default_sampler
 from titan_tree.rl.model_recorder import ModelRecorder
@@ -46,7 +45,8 @@ def serve(config: RLRunConfig) -> None:
     chat = Chat(tokenizer, config.data.sample)
     recorder = ModelRecorder(chat, config.rl, config.serve.mode, str(config.data.seed), Path(config.folder))
     name = Path(config.model.hf_path).name if config.model.hf_path else f"{config.model.flavor}"
-    server = AgentServer(recorder, config.serve, name, secret(config.serve.secret_env))
+    secret = config.serve.secret_env and secret_of(config.serve.secret_env, "serve.secret_env")
+    server = AgentServer(recorder, config.serve, name, secret)
     url, stopped = server.start(), threading.Event()
     logger.info("%s: OPENAI_BASE_URL=%s/s/SESSION/v1 or ANTHROPIC_BASE_URL=%s/s/SESSION", name, url, url)
     logger.info("sessions are written to %s", config.folder)
@@ -64,19 +64,6 @@ def serve(config: RLRunConfig) -> None:
             server.close()
             forks = recorder.close()
             logger.info("%s", _report(forks))
-
-
-def secret(variable: str | None) -> str | None:
-    """Returns the secret in an environment variable. Raises UserError if it is not set."""
-    if variable is None:
-        return None
-    value = os.environ.get(variable)
-    if not value:
-        raise UserError(
-            "serve.secret_env: expected the name of an environment variable that is set; export it"
-        )
-    keep_secret(value)
-    return value
 
 
 def _sampler(config: RLRunConfig, device: torch.device) -> Sampler:

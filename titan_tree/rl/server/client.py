@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import ssl
 import threading
@@ -15,7 +14,7 @@ import httpx
 import tenacity
 
 from titan_tree.data.readers.strict_json import parse_json
-from titan_tree.errors import UserError, hide, keep_secret, shorten
+from titan_tree.errors import UserError, hide, keep_secret, secret_of, shorten
 from titan_tree.rl.settings import ServerConfig
 
 Json: TypeAlias = Any  # decoded JSON, whose structure the server determines
@@ -56,7 +55,7 @@ class ServerClient:
     def __init__(self, url: str, config: ServerConfig, api_key: str | None = None) -> None:
         self.url, self.timeout_s, self._attempts = _checked(url), config.timeout_s, config.attempts
         if config.api_key_env is not None:
-            api_key = _from_environment(config.api_key_env)
+            api_key = secret_of(config.api_key_env, "rl.server.api_key_env")
         self._headers = {"Accept-Encoding": "identity"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {_checked_key(api_key)}"
@@ -255,16 +254,6 @@ def _checked(address: str) -> str:
             "without user, password and query; a key belongs in the variable that rl.server.api_key_env names"
         )
     return str(url).rstrip("/")
-
-
-def _from_environment(name: str) -> str:
-    """Returns the value of an environment variable."""
-    if (value := os.environ.get(name)) is None:
-        raise UserError(
-            "rl.server.api_key_env: expected the name of an environment variable that is set; export the "
-            "variable, and write its name here, not the key itself"
-        )
-    return value
 
 
 def _checked_key(key: str) -> str:
