@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
+from tests.support.tokenizer_files import published_template
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.components.tree_tokenizer.templates import ChatTemplate
 from titan_tree.components.tree_tokenizer.vocabulary import AddedToken, byte_vocabulary
@@ -60,21 +60,13 @@ PARAMETERS = {"type": "object", "properties": {"key": {"type": "string", "descri
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": PARAMETERS}}
 
 
-def published_templates() -> Path | None:
-    """Returns the folder of the templates, or None if trl is not installed."""
-    trl = find_spec("trl")  # not imported, which takes seconds
-    return None if trl is None or trl.origin is None else Path(trl.origin).with_name("chat_templates")
-
-
 def table() -> str:
     """Returns the table. It needs trl."""
-    folder = published_templates()
-    assert folder is not None
-    return HEAD + "".join(_row(model, folder, *TEMPLATES[model]) for model in TEMPLATES)
+    return HEAD + "".join(_row(model, *TEMPLATES[model]) for model in TEMPLATES)
 
 
-def _row(model: str, folder: Path, name: str, end: str) -> str:
-    file = folder / f"{name}.jinja"
+def _row(model: str, name: str, end: str) -> str:
+    file = published_template(name)
     control = dict.fromkeys([*CONTROL.findall(file.read_text()), end])
     added = tuple(AddedToken(token, 300 + index) for index, token in enumerate(control))
     template = ChatTemplate.load(file, {"bos_token": "", "eos_token": end})

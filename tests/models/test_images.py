@@ -9,13 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.support.cases import exhaustive, slow_except
-from tests.support.oracle import (
-    assert_same,
-    flat,
-    in_one_pass,
-    relative_error,
-    tree_batch,
-)
+from tests.support.oracle import assert_same, flat, in_one_pass, relative_error, tree_batch
 from tests.support.partitions import forest_of, in_partitions
 from tests.support.vision import (
     KINDS,
@@ -52,17 +46,6 @@ EVERYDAY_CUTS = [
     ("Qwen3_5", "greedy", 40),
     ("Qwen3VL", "redundancy_free", 8),
 ]
-
-
-@pytest.fixture(scope="module")
-def hf():
-    return vision_model()
-
-
-@pytest.fixture(scope="module")
-def exact(hf, tmp_path_factory):
-    """Our model in float64, with the tower trained."""
-    return our_model(hf, tmp_path_factory.mktemp("snapshot"), "train").double()
 
 
 def test_equal_positions_on_all_axes_are_positions_of_text():

@@ -14,11 +14,7 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.support.cases import slow_except
-from tests.support.oracle import (
-    hf_model,
-    tree_batch,
-    tree_model,
-)
+from tests.support.oracle import hf_model, tree_batch, tree_model
 from tests.support.partitions import forest_of
 from tests.support.tiny_run import tiny_config, train
 from tests.support.vision import (
@@ -57,17 +53,6 @@ from titan_tree.tree.images import Image
 from titan_tree.tree.partition import one_pass
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
-
-
-@pytest.fixture(scope="module")
-def hf():
-    return vision_model()
-
-
-@pytest.fixture(scope="module")
-def exact(hf, tmp_path_factory):
-    """Our model in float64, with the tower trained."""
-    return our_model(hf, tmp_path_factory.mktemp("snapshot"), "train").double()
 
 
 @pytest.mark.parametrize("size", [(64, 96), (32, 32), (160, 64)])

@@ -8,9 +8,7 @@ import re
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.serve.test_sessions import ScriptedSampler
+from tests.support.agents import ScriptedSampler
 from tests.support.cases import for_each
 from tests.support.conversations import tokenizers
 from tests.support.rl_runs import rows, tiny
@@ -34,137 +32,32 @@ from titan_tree.rl.sampler import InterruptedSampling
 from titan_tree.rl.settings import AgentConfig, RLConfig, RLRunConfig
 from titan_tree.rl.trainer import RLTrainer, check_settings
 from titan_tree.serve.agent_server import AgentServer
+from titan_tree.serve.session import SessionPath
 from titan_tree.serve.settings import ServeConfig
 from titan_tree.tree.context import Completion, Context
 
-READ = 7  # the id of a token that the model reads
+CHAT = Chat(tokenizers("qwen3")["qwen3"])
 
-# Calls the model {0} times, and writes what it said.
+# Has a conversation of {0} calls of the model, and writes the last answer.
 CALLS = """
 import json, os, urllib.request
-messages = [{{"role": "user", "content": "hi"}}]
+messages = []
 for call in range({0}):
+    messages.append({{"role": "user", "content": "hi"}})
     headers = {{"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}}
     url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
     body = json.dumps({{"model": os.environ["OPENAI_MODEL"], "messages": messages}}).encode()
     answer = urllib.request.urlopen(urllib.request.Request(url, body, headers)).read().decode()
+    messages.append(json.loads(answer)["choices"][0]["message"])
 open("answer.txt", "w").write(answer)
 """
 
 
-class Recorder:
-    """Stands in for ``ModelRecorder`` and ``AgentServer``: each call reads one token and samples one turn.
-
-    Each call continues the call before, so a session is one path.
-    """
-
-    def __init__(self, *_: object) -> None:
-        self.sessions: dict[str, list[tuple[list[int], Completion]]] = defaultdict(list)
-        self.waiting: list[tuple[str, threading.Event]] = []
-        self.requests: list[tuple[str, str, str]] = []  # path, key, model
-        self.is_closed = False
-
-    def start(self) -> str:
-        recorder = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                recorder.requests.append((self.path, self.headers["Authorization"], body["model"]))
-                session = self.path.split("/")[2]
-                answered = threading.Event()
-                recorder.waiting.append((session, answered))
-                answered.wait()
-                self.send_response(200)
-                self.send_header("Content-Type", "application/json")
-                self.end_headers()
-                self.wfile.write(recorder.answer(session, body).encode())
-
-            def log_message(self, *_: object) -> None: ...
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{self.server.server_port}"
-
-    def answer(self, session: str, body: Any) -> str:
-        return str(self.sessions[session][-1][1].tokens)
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-        self.is_closed = True
-
-    def key(self, session: str) -> str:
-        return f"key of {session}"
-
-    def run(self, sampler: Any, until: threading.Event) -> None:
-        while not until.wait(0.005):
-            while self.waiting:
-                session, answered = self.waiting.pop(0)
-                context = [token for read, turn in self.sessions[session] for token in (*read, *turn.tokens)]
-                (turn,) = sampler.sample([[*context, READ]], [8], [0], [len(context)])
-                self.sessions[session].append(([READ], turn))
-                answered.set()
-
-    def take(self, session: str) -> Any:
-        calls = self.sessions.pop(session, None)
-        if calls is None:
-            return None
-        tokens = [token for read, turn in calls for token in (*read, *turn.tokens)]
-        logprobs = [value for read, turn in calls for value in (*[0.0] * len(read), *turn.logprobs)]
-        mask = [bit for read, turn in calls for bit in (*[0] * len(read), *[1] * len(turn.tokens))]
-        return SimpleNamespace(paths=lambda: [path(tokens, mask, logprobs)])
-
-
-class Clerk(Recorder):
-    """Answers as a model that has learned the desk."""
-
-    def answer(self, session: str, body: Any) -> str:
-        question, *later = body["messages"]
-        said = [int(message["content"]) for message in later if message["role"] == "tool"]
-        calls = [
-            {
-                "id": thing,
-                "type": "function",
-                "function": {"name": "count", "arguments": f'{{"thing": "{thing}"}}'},
-            }
-            for thing in question["content"].split()
-        ]
-        assert [message["tool_call_id"] for message in later[1:]] == question["content"].split()[: len(said)]
-        message: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": calls}
-        if said:
-            message = {"role": "assistant", "content": f" {sum(said)}"}
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
-        return json.dumps(
-            {
-                "id": "a",
-                "object": "chat.completion",
-                "created": 1,
-                "model": body["model"],
-                "choices": [choice],
-            }
-        )
-
-
-class Counting:
-    """Samples two tokens: how many the context has, and the end."""
-
-    def sample(self, contexts: Any, limits: Any, stops: Any, seeds: Any) -> list[Completion]:
-        return [Completion([len(context), stops[0]], [-0.5, -0.25]) for context in contexts]
-
-
-def path(tokens: Sequence[int], mask: list[int], logprobs: list[float], **more: Any) -> Any:
-    """Stands in for a ``SessionPath`` whose turns do not touch."""
+def path(tokens: Sequence[int], mask: list[int], logprobs: list[float], **more: Any) -> SessionPath:
+    """Returns a path whose turns do not touch."""
     starts = [at for at, (before, now) in enumerate(pairwise([0, *mask])) if now > before]
-    fields = {
-        "tokens": Context(tokens),
-        "mask": mask,
-        "logprobs": logprobs,
-        "starts": starts,
-        "experts": None,
-    }
-    return SimpleNamespace(**fields | {"kept": [()] * len(tokens)} | more)
+    fields: dict[str, Any] = {"experts": None, "kept": [()] * len(tokens), "is_cut_off": False} | more
+    return SessionPath(tokens=Context(tokens), mask=mask, logprobs=logprobs, starts=starts, **fields)
 
 
 def exits_well(folder: Path, status: int) -> float:
@@ -175,13 +68,21 @@ def agent(code: str, **more: Any) -> AgentTask:
     return AgentTask(**{"command": [sys.executable, "-c", code], "reward": exits_well} | more)
 
 
-def play(*tasks: AgentTask, concurrency: int = 4, **more: Any) -> list[Rollout]:
-    recorder: Any = Recorder()
+def scripted(*texts: str) -> ScriptedSampler:
+    return ScriptedSampler(CHAT, texts or ["Hello."] * 10)
+
+
+def served() -> tuple[AgentServer, ModelRecorder]:
+    recorder = ModelRecorder(CHAT, RLConfig())
+    return AgentServer(recorder, ServeConfig(port=0), MODEL, "a secret of the house"), recorder
+
+
+def play(*tasks: AgentTask, sampler: Any = None, concurrency: int = 4, **more: Any) -> list[Rollout]:
     named = [(f"task-{i}", task) for i, task in enumerate(tasks)]
     try:
-        return play_agents(named, recorder, recorder, Counting(), concurrency=concurrency, **more)
+        return play_agents(named, *served(), sampler or scripted(), concurrency=concurrency, **more)
     finally:
-        assert recorder.is_closed
+        assert "titan_tree agents" not in {thread.name for thread in threading.enumerate()}  # it is closed
 
 
 def test_a_program_plays_a_rollout(tmp_path: Path) -> None:
@@ -197,24 +98,23 @@ def test_a_program_plays_a_rollout(tmp_path: Path) -> None:
     task = agent(
         CALLS.format(3) + "exit(4)", reward=reward, folder=tmp_path / "data", files={"task.json": "{}"}
     )
-    recorder: Any = Recorder()
-    (rollout,) = play_agents([("a-0", task)], recorder, recorder, Counting(), concurrency=1)
-    assert recorder.requests == [("/s/a-0/v1/chat/completions", "Bearer key of a-0", MODEL)] * 3
-    assert {name: shown[name] for name in ("given", "task.json", "answer.txt", "status")} == {
-        "given": "x",
-        "task.json": "{}",
-        "answer.txt": "[7, 0]",
-        "status": 4,
-    }
+    sampler = scripted("1", "2", "3")
+    (rollout,) = play(task, sampler=sampler)
+    assert [shown[name] for name in ("given", "task.json", "status")] == ["x", "{}", 4]
+    answer = json.loads(shown["answer.txt"])
+    assert (answer["model"], answer["choices"][0]["message"]["content"]) == (MODEL, "3")
     assert not shown["folder"].exists()
-    assert rollout == Rollout(
-        tokens=Context([READ, 1, 0, READ, 4, 0, READ, 7, 0]),
-        mask=[0, 1, 1] * 3,
-        logprobs=[0.0, -0.5, -0.25] * 3,
-        starts=[1, 4, 7],
-        reward=0.75,
-        kept=[()] * 9,
-    )
+    last, turn = sampler.read[-1]
+    want = Rollout(tokens=Context(last + turn.tokens), reward=0.75)
+    want.mask, want.logprobs = [0] * len(want.tokens), [0.0] * len(want.tokens)
+    want.kept = [()] * len(want.tokens)
+    for context, turn in sampler.read:
+        part = slice(len(context), len(context) + len(turn.tokens))
+        assert want.tokens[: part.stop] == context + turn.tokens
+        want.starts.append(part.start)
+        want.mask[part], want.logprobs[part] = [1] * len(turn.tokens), turn.logprobs
+    assert len(want.starts) == 3
+    assert rollout == want
 
 
 def test_words_in_braces_are_replaced() -> None:
@@ -230,9 +130,8 @@ def test_words_in_braces_are_replaced() -> None:
     task.command[2] = task.command[2].replace("{{", "{")
     task.environment = {**task.environment, "A": "{model}{openai_url}", "B": "{other} {}"}
     play(task)
-    assert re.fullmatch(
-        r"(http://127\.0\.0\.1:\d+/s/task-0) key of task-0policy\1/v1\{other\} \{\}", words[0]
-    )
+    key = served()[0].key("task-0")
+    assert re.fullmatch(rf"(http://127\.0\.0\.1:\d+/s/task-0) {key}policy\1/v1\{{other\}} \{{\}}", words[0])
 
 
 def test_rollouts_have_the_order_of_their_tasks_whatever_ends_first() -> None:
@@ -266,13 +165,13 @@ def test_no_more_programs_run_at_once_than_configured(tmp_path: Path) -> None:
 
     command = [sys.executable, "-c", CALLS.format(1)]
     play(*[Counted(command=command, reward=reward) for _ in range(6)], concurrency=2)
-    assert (now, most <= 4) == (0, True)  # ``folder`` is read twice
+    assert (now, most) == (0, 2)
 
 
 def test_a_program_that_the_time_limit_kills_is_cut_off_without_a_reward() -> None:
     late = agent(CALLS.format(1) + "import time; time.sleep(100)", time_limit_s=1.5)
     cut, ended = play(late, agent(CALLS.format(1), reward=lambda folder, status: -2))
-    assert (cut.reward, cut.is_cut_off, cut.starts) == (0.0, True, [1])
+    assert (cut.reward, cut.is_cut_off, len(cut.starts)) == (0.0, True, 1)
     assert (ended.reward, ended.is_cut_off) == (-2.0, False)
 
 
@@ -307,13 +206,16 @@ def test_a_signal_ends_all_programs() -> None:
     assert time.monotonic() - started < 30
 
 
-def test_an_error_of_the_sampler_ends_all_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_sampler_ends_all_programs() -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("the sampler")
 
-    monkeypatch.setattr(Counting, "sample", fail)
     with pytest.raises(RuntimeError, match="the sampler"):
-        play(agent(CALLS.format(1)), agent("import time; time.sleep(100)"))
+        play(
+            agent(CALLS.format(1)),
+            agent("import time; time.sleep(100)"),
+            sampler=SimpleNamespace(sample=fail),
+        )
 
 
 def test_a_rollout_has_a_context_for_each_path() -> None:
@@ -446,7 +348,7 @@ def test_a_run_trains_on_rollouts_of_programs(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("_calls")
 @for_each("key, value", [("branches", 2), ("async_steps", 1)])
 def test_programs_neither_branch_nor_run_ahead(key: str, value: int, tmp_path: Path) -> None:
-    class Remote(Counting):
+    class Remote(DeskClerk):
         def update(self, *_: object) -> None: ...
 
         def close(self) -> None: ...
@@ -473,19 +375,6 @@ def test_an_environment_has_episodes_or_tasks(tmp_path: Path, monkeypatch: pytes
 def test_run_is_the_entry_of_a_file_of_tasks(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"rl\.agent\.command and rl\.agent\.tasks: expected both"):
         run(agents(tmp_path, "rl.environment=agent"))
-
-
-def test_the_agent_of_the_examples_solves_its_task() -> None:
-    pytest.importorskip("openai")
-    from examples.agent_desk import AgentDesk
-
-    environment = AgentDesk()
-    tasks = [(f"desk-{i}", environment.task(random.Random(i))) for i in range(2)]
-    for kind, reward in ((Clerk, 1.0), (Recorder, 0.0)):  # the other one answers no JSON that the agent knows
-        recorder: Any = kind()
-        rollouts = play_agents(tasks, recorder, recorder, Counting(), concurrency=2)
-        assert [rollout.reward for rollout in rollouts] == [reward] * 2
-    assert isinstance(environment, Demonstrator)
 
 
 def test_demonstrations_call_the_tool_of_the_agent() -> None:
@@ -523,21 +412,31 @@ class DeskClerk:
         return turns
 
 
-def test_the_gateway_records_what_the_agent_of_the_examples_reads_and_writes(tmp_path: Path) -> None:
+def test_the_agent_of_the_examples_solves_its_task(tmp_path: Path) -> None:
     pytest.importorskip("openai")
-    pytest.importorskip("aiohttp")
-    sizes = ("rl.max_turn_tokens=160", "rl.max_rollout_tokens=1024", "data.max_tokens=1024")
+    sizes = ("rl.max_turn_tokens=320", "rl.max_rollout_tokens=1024", "data.max_tokens=1024")
     config = agents(tmp_path, "rl.environment=examples.agent_desk:AgentDesk", *sizes)
     trainer = RLTrainer(config, DeskClerk())
-    ((first, second),) = trainer.sample(["task"], 2)
+    assert isinstance(trainer.environment, Demonstrator)
+    groups = trainer.sample(["task", "other"], 2)
+    assert [rollout.reward for group in groups for rollout in group] == [1.0] * 4
+    long = f'<tool_call>\n{{"name": "count", "arguments": {{"thing": "{"x" * 230}"}}}}\n</tool_call>'
+    for texts in (["no"], [long] * 2):  # the agent fails if the context is full
+        trainer.sampler = ScriptedSampler(trainer.chat, texts)  # type: ignore[assignment]
+        ((wrong,),) = trainer.sample(["task"], 1)
+        assert (wrong.reward, len(wrong.starts)) == (0.0, len(texts))
     trainer.close()
-    assert (first.reward, first.contexts, len(first.starts)) == (1.0, [0], 2)
+    first, second = groups[0]
+    assert (first.contexts, len(first.starts)) == ([0], 2)
     assert first.tokens == second.tokens
-    tokenizer = TreeTokenizer.load("byte")
     sampled = [token for token, bit in zip(first.tokens, first.mask, strict=True) if bit]
-    calls, answer, _ = tokenizer.decode(sampled).split("<|im_end|>")
-    assert calls.count("<tool_call>") == 2
-    assert tokenizer.decode(first.tokens).endswith(f"<|im_start|>assistant\n{answer}<|im_end|>")
+    text, said = map(trainer.chat.tokenizer.decode, (first.tokens, sampled))
+    calls, answer, _ = said.split("<|im_end|>")
+    task = json.loads(trainer.environment.task(random.Random("task")).files["task.json"])
+    counts = [str(task["counts"][thing]) for thing in task["question"].split()]
+    assert re.findall(r"<tool_response>\n(\d+)\n", text) == counts
+    assert calls.count("<tool_call>") == len(counts) == 2
+    assert text.endswith(f"<|im_start|>assistant\n{answer}<|im_end|>")
 
 
 @pytest.mark.slow
@@ -550,19 +449,13 @@ def test_the_bash_agent_of_the_examples_repairs_a_repository(tmp_path: Path) -> 
     agent = Path(__file__).parents[2] / "examples" / "agent_bash.py"
     settings = AgentConfig(command=[sys.executable, str(agent)], tasks=str(tmp_path / "tasks.jsonl"))
     task = TaskFile(settings).task(random.Random(0))
-    chat = Chat(tokenizers("qwen3")["qwen3"])
     for command, reward in (("sed -i 's/-/+/' add.py; cat add.py", 1.0), ("sleep 20 & exit 3", 0.0)):
         call = json.dumps({"name": "bash", "arguments": {"command": command}})
-        texts = [f"<tool_call>\n{call}\n</tool_call>", "Done."]
-        recorder, sampler = (
-            ModelRecorder(chat, RLConfig()),
-            ScriptedSampler(chat.tokenizer, chat.ends, texts),
-        )
-        server = AgentServer(recorder, ServeConfig(port=0), MODEL)
-        (rollout,) = play_agents([("add-0", task)], server, recorder, sampler, concurrency=1)
+        sampler = scripted(f"<tool_call>\n{call}\n</tool_call>", "Done.")
+        (rollout,) = play(task, sampler=sampler)
         (first, written), (second, last) = sampler.read
         assert (rollout.reward, rollout.contexts) == (reward, [0])
         assert second[: len(first) + len(written.tokens)] == first + written.tokens
         assert rollout.tokens == second + last.tokens
-        said = chat.tokenizer.decode(second)
+        said = CHAT.tokenizer.decode(second)
         assert ("return a + b" in said, "exit status 3" in said) == (reward == 1.0, reward == 0.0)

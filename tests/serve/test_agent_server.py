@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from tests.support.cases import for_each
-from tests.support.scripted_recorder import REFUSED, ScriptedRecorder, serving
+from tests.support.scripted_recorder import REFUSED, ScriptedRecorder, serving, wait_until
 from titan_tree.errors import UserError
 from titan_tree.serve import agent_server
 from titan_tree.serve.agent_server import AgentServer
@@ -28,13 +28,6 @@ from titan_tree.serve.settings import ServeConfig
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "Hello"}]}
 PATHS = {"chat/completions": CHAT, "messages": CHAT, "responses": {"model": "policy", "input": "Hello"}}
 SECRET = "a secret of the house"
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def send(

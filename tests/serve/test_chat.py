@@ -9,14 +9,15 @@ from tests.support.cases import for_each
 from tests.support.scripted_recorder import (
     PIXEL,
     REFUSED,
+    TEXTS,
+    USER,
     ScriptedRecorder,
+    assert_read,
     call,
-    normalized,
-    read_back,
     serving,
 )
+from tests.support.sdk_clients import client_of
 
-USER = {"role": "user", "content": "Hello"}
 NEXT = {"role": "user", "content": "Go on"}
 WEATHER = {
     "type": "function",
@@ -26,9 +27,7 @@ WEATHER = {
     },
 }
 ANSWERS: list[dict[str, Any]] = [
-    {"content": "Hi."},
-    {"content": "  Two\n\nparagraphs, é and \N{GRINNING FACE}. " * 20},
-    {"content": "The answer.", "reasoning_content": "I think.\n" * 30},
+    *TEXTS,
     {"content": "", "tool_calls": [call("weather", '{"city": "Bern"}')]},
     {
         "content": "I look.",
@@ -37,10 +36,6 @@ ANSWERS: list[dict[str, Any]] = [
     },
     {"content": ""},
 ]
-
-
-def client_of(url: str, **options: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/s/task/v1", api_key="any", max_retries=0, **options)
 
 
 def whole(client: openai.OpenAI, **body: Any) -> Any:
@@ -71,7 +66,7 @@ def test_what_a_client_sends_back_is_what_the_model_wrote(answer: Any, ask: Any)
         sent.pop("parsed", None)
         whole(client, messages=[USER, sent, *results, NEXT])
     tool = {"role": "tool", "content": "Sunny"}
-    assert read_back(recorder) == normalized(USER, answer, *[tool] * len(results), NEXT)
+    assert_read(recorder.turns[-1].request, USER, answer, *[tool] * len(results), NEXT)
     assert recorder.turns[0].request.tools == [WEATHER]
     assert recorder.turns[1].request.tools is None
 

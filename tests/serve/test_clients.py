@@ -15,10 +15,10 @@ import anthropic
 import openai
 import pytest
 
-from tests.serve.test_agent_server import wait_until
-from tests.serve.test_sessions import TOOLS, WORDS, ScriptedSampler, printed
+from tests.support.agents import TOOLS, WORDS, ScriptedSampler, printed
 from tests.support.cases import for_each
 from tests.support.conversations import tokenizers
+from tests.support.scripted_recorder import wait_until
 from tests.support.sdk_clients import APIS, Clients
 from titan_tree.components.tree_tokenizer.messages import normalize_messages
 from titan_tree.rl.model_recorder import ModelRecorder
@@ -74,7 +74,7 @@ class Model(ScriptedSampler):
     """Writes turns of ``turn_of``, and keeps what it read and wrote by the seeds of calls."""
 
     def __init__(self, chat, write=turn_of):
-        super().__init__(chat.tokenizer, chat.ends)
+        super().__init__(chat)
         self.write, self.by_seed = write, {}
 
     def sample(self, contexts, max_tokens, stops, seeds):

@@ -9,25 +9,22 @@ from tests.support.cases import for_each
 from tests.support.scripted_recorder import (
     PIXEL,
     REFUSED,
+    TEXTS,
+    USER,
     ScriptedRecorder,
+    assert_read,
     call,
-    normalized,
-    read_back,
     serving,
-    without_ids,
 )
 from titan_tree.serve.dialects import DIALECTS
 
-USER = {"role": "user", "content": "Hello"}
 BASH = {
     "name": "Bash",
     "description": "Runs a command.",
     "input_schema": {"type": "object", "properties": {"command": {"type": "string"}}},
 }
 ANSWERS: list[dict[str, Any]] = [
-    {"content": "Hi."},
-    {"content": "  Two\n\nparagraphs, é and \N{GRINNING FACE}. " * 20},
-    {"content": "The answer.", "reasoning_content": "I think.\n" * 30},
+    *TEXTS,
     {"content": "", "tool_calls": [call("Bash", '{"command": "ls", "n": 1.0}')]},
     {
         "content": "I look.",
@@ -38,8 +35,8 @@ ANSWERS: list[dict[str, Any]] = [
 ]
 
 
-def client_of(url: str, **options: Any) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=f"{url}/s/task", api_key="any", max_retries=0, **options)
+def client_of(url: str) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=f"{url}/s/task", api_key="any", max_retries=0)
 
 
 def whole(client: anthropic.Anthropic, **body: Any) -> Any:
@@ -78,7 +75,7 @@ def test_what_a_client_sends_back_is_what_the_model_wrote(answer: Any, ask: Any)
         }
     ]
     results = [{"role": "tool", "content": "a b", "name": "Bash"}] * len(uses)
-    assert read_back(recorder) == normalized(USER, answer, *results, {"role": "user", "content": "Go on"})
+    assert_read(recorder.turns[-1].request, USER, answer, *results, {"role": "user", "content": "Go on"})
 
 
 @for_each("ask", [whole, streamed])
@@ -183,7 +180,8 @@ def test_a_request_of_claude_code() -> None:
         "reasoning_content": "I run it.",
         "tool_calls": [call("Bash", '{"command": "ls"}')],
     }
-    assert without_ids(request.messages) == normalized(
+    assert_read(
+        request,
         {
             "role": "system",
             "content": "x-anthropic-billing-header: cc_version=2.1.197;You are Claude Code.\nWork.",

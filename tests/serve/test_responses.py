@@ -6,21 +6,20 @@ from typing import Any
 import openai
 import pytest
 
-from tests.serve.test_chat import client_of
 from tests.support.cases import for_each
 from tests.support.scripted_recorder import (
     PIXEL,
     REFUSED,
+    TEXTS,
+    USER,
     ScriptedRecorder,
+    assert_read,
     call,
-    normalized,
-    read_back,
     serving,
-    without_ids,
 )
+from tests.support.sdk_clients import client_of
 from titan_tree.serve.dialects import DIALECTS
 
-USER = {"role": "user", "content": "Hello"}
 SHELL = {
     "type": "function",
     "name": "shell",
@@ -35,9 +34,7 @@ PATCH = {
 }
 TEXT = '*** Begin Patch\n*** Delete File: "a"\n*** End Patch é\n' * 4
 ANSWERS: list[dict[str, Any]] = [
-    {"content": "Hi."},
-    {"content": "  Two\n\nparagraphs, é and \N{GRINNING FACE}. " * 20},
-    {"content": "The answer.", "reasoning_content": "I think.\n" * 30},
+    *TEXTS,
     {"content": "", "tool_calls": [call("shell", '{"cmd": "ls"}'), call("shell", '{"cmd":"ls')]},
     {
         "content": "",
@@ -100,7 +97,7 @@ def test_what_a_client_sends_back_is_what_the_model_wrote(answer: Any, ask: Any)
         {"role": "tool", "content": "Done", "name": item["function"]["name"]}
         for item in answer.get("tool_calls", ())
     ]
-    assert read_back(recorder) == normalized(USER, answer, *results, USER)
+    assert_read(recorder.turns[-1].request, USER, answer, *results, USER)
     first = recorder.turns[0].request
     assert first.messages == [{"role": "system", "content": "Be brief."}, USER]
     assert first.ignored == ("format of tool apply_patch",)
@@ -201,7 +198,8 @@ def test_a_request_of_codex() -> None:
         "reasoning_content": "I run it.",
         "tool_calls": [call("exec", '{"cmd":"ls"}')],
     }
-    assert without_ids(request.messages) == normalized(
+    assert_read(
+        request,
         {"role": "system", "content": "You are Codex."},
         {"role": "user", "content": "Run it."},
         answer,

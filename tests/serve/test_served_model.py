@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.serve.test_sessions import USER, follow
+from tests.support.agents import USER, follow
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.models.pretrained import build_model
 from titan_tree.rl.generate_sampler import default_sampler

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
-from tests.serve.test_sessions import TOOLS, USER, ScriptedSampler, asked, follow
+from tests.support.agents import TOOLS, USER, ScriptedSampler, asked, follow
 from tests.support.conversations import tokenizers
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.data.settings import DataConfig
@@ -43,10 +43,7 @@ class WithExperts(ScriptedSampler):
 def recorded(chat, folder, steps=9):
     """Returns a recorder with three sessions of some calls, the first of which has ended."""
     draw = random.Random(0)
-    recorder, sampler = (
-        ModelRecorder(chat, RLConfig(), folder=folder),
-        WithExperts(chat.tokenizer, chat.ends),
-    )
+    recorder, sampler = ModelRecorder(chat, RLConfig(), folder=folder), WithExperts(chat)
     open_requests = {name: [Request(messages=[USER], tools=TOOLS)] for name in NAMES}
     for step in range(steps):
         name = NAMES[step % 3]
@@ -114,7 +111,7 @@ def test_rows_that_a_killed_server_did_not_write_are_written_at_its_start(chat, 
 
 def test_a_session_may_have_the_name_of_one_that_ended(chat, tmp_path):
     """Its turns are kept, and its rows have other ids."""
-    recorder, sampler = recorded(chat, tmp_path), WithExperts(chat.tokenizer, chat.ends)
+    recorder, sampler = recorded(chat, tmp_path), WithExperts(chat)
     asked(recorder, sampler, Request(messages=[USER]), session=NAMES[0])
     want = calls_of(recorder._sessions[NAMES[0]].session)
     again = ModelRecorder(chat, RLConfig(), folder=tmp_path)

@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 
+from tests.support.agents import TOOLS, USER, WORDS, ScriptedSampler, asked, follow, printed
 from tests.support.conversations import tokenizers
 from titan_tree.errors import UserError
 from titan_tree.rl.model_recorder import ModelRecorder
@@ -20,98 +21,14 @@ from titan_tree.tree.context import Completion
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "look",
-            "description": "Looks.",
-            "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
-        },
-    }
-]
-WORDS = ("user says hello", "the four", "two and two is", " assistant", "日本語", "x = 1\n", "café")
-
-
-class ScriptedSampler:
-    """Writes random turns, whose tokens are not those that the tokenizer would choose.
-
-    Attributes:
-        read: all contexts, in the order in which they were read, with their turns.
-    """
-
-    def __init__(self, tokenizer, ends, texts=()):
-        self.tokenizer, self.ends, self.texts, self.read = tokenizer, ends, list(texts), []
-
-    def sample(self, contexts, max_tokens, stops, seeds):
-        assert stops == self.ends
-        turns = []
-        for context, limit, seed in zip(contexts, max_tokens, seeds, strict=True):
-            draw = random.Random(seed)
-            text = self.texts.pop(0) if self.texts else random_turn(draw)
-            tokens = []
-            for token in self.tokenizer.encode(text):
-                pieces = self.tokenizer.decode([token])
-                split = [i for c in pieces for i in self.tokenizer.encode(c)]
-                tokens += split if "<" not in pieces and draw.random() < 0.5 else [token]
-            tokens = [*tokens, stops[0]][:limit]
-            turn = Completion(tokens, [-draw.random() for _ in tokens])
-            self.read.append((list(context), turn))
-            turns.append(turn)
-        return turns
-
-
-def random_turn(draw):
-    text = "".join(draw.choices(WORDS, k=draw.randint(1, 4)))
-    if draw.random() < 0.5:
-        text = f"<think>\n{draw.choice(WORDS).strip()}\n</think>\n\n{text.strip()}"
-    if draw.random() < 0.4:
-        space = draw.choice((" ", ""))
-        arguments = f'{{"at":{space}"{draw.random()}"}}'
-        text += f'\n<tool_call>\n{{"name": "look",{space}"arguments": {arguments}}}\n</tool_call>'
-    return text
-
 
 @pytest.fixture(scope="module")
 def chats():
     return {name: Chat(tokenizers(name)["qwen3"]) for name in ("chatml", "qwen3")}
 
 
-def asked(recorder, sampler, *requests, session="a"):
-    """Returns the answers to requests of one session, one after another."""
-    until = threading.Event()
-
-    async def ask():
-        try:
-            return [
-                await recorder.turn(session, request, digest=str(i), is_retry=False)
-                for i, request in enumerate(requests)
-            ]
-        finally:
-            until.set()
-
-    with_loop = threading.Thread(target=recorder.run, args=(sampler, until))
-    with_loop.start()
-    try:
-        return asyncio.run(ask())
-    finally:
-        with_loop.join()
-
-
-def follow(request, answer, *messages):
-    """Returns the request of a client that appends messages to what it got."""
-    return Request(messages=[*request.messages, answer.message, *messages], tools=request.tools)
-
-
-USER = {"role": "user", "content": "user says hello"}
-
-
 def texts_of_calls(chat, session):
     return [chat.tokenizer.decode(call.prompt) for call in session.calls]
-
-
-def printed(chat, request):
-    return chat.tokenizer.render(request.messages, request.tools, True, **chat.variables)
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen3"])
@@ -121,7 +38,7 @@ def test_a_conversation_continues_the_ids_of_its_turns(chats, name):
     texts = [f"<think>\nuser says\n</think>\n\n hello\n{call}", "hello hello"]
     if name == "chatml":
         texts = [call, "hello hello"]
-    recorder, sampler = ModelRecorder(chat, RLConfig()), ScriptedSampler(chat.tokenizer, chat.ends, texts)
+    recorder, sampler = ModelRecorder(chat, RLConfig()), ScriptedSampler(chat, texts)
     first = Request(messages=[USER], tools=TOOLS)
     (answer,) = asked(recorder, sampler, first)
     (tool_call,) = answer.message["tool_calls"]
@@ -146,7 +63,7 @@ def test_thoughts_that_the_template_drops_fork_the_session_or_stay(chats):
     chat = chats["qwen3"]
     for mode in ("faithful", "append"):
         texts = ["<think>\nuser says\n</think>\n\nhello", "two"]
-        sampler = ScriptedSampler(chat.tokenizer, chat.ends, texts)
+        sampler = ScriptedSampler(chat, texts)
         recorder = ModelRecorder(chat, RLConfig(), mode)
         first = Request(messages=[USER])
         (answer,) = asked(recorder, sampler, first)
@@ -188,7 +105,7 @@ FORKS = {
 @pytest.mark.parametrize("cause", FORKS)
 def test_forks_have_a_cause_and_train_no_token_twice(chats, cause):
     chat = chats["chatml"]
-    recorder, sampler = ModelRecorder(chat, RLConfig()), ScriptedSampler(chat.tokenizer, chat.ends)
+    recorder, sampler = ModelRecorder(chat, RLConfig()), ScriptedSampler(chat)
     first = Request(messages=[SYSTEM, USER], tools=TOOLS)
     (answer,) = asked(recorder, sampler, first)
     second = follow(first, answer, USER)
@@ -225,7 +142,7 @@ def test_random_histories_are_exact(chats, name, seed):
     """Clients continue, ask again, edit, drop thoughts and cut. In order, each text is what is printed."""
     draw, chat = random.Random(seed), chats[name]
     limits = RLConfig(max_turn_tokens=draw.choice((40, 400)))
-    recorder, sampler = ModelRecorder(chat, limits), ScriptedSampler(chat.tokenizer, chat.ends)
+    recorder, sampler = ModelRecorder(chat, limits), ScriptedSampler(chat)
     requests = [Request(messages=[USER], tools=draw.choice((None, TOOLS)))]
     sent = []
     for _ in range(8):
@@ -250,7 +167,7 @@ def test_random_histories_are_exact(chats, name, seed):
 
 def test_a_retry_gets_the_answer_of_the_first_attempt(chats):
     chat = chats["chatml"]
-    recorder, sampler = ModelRecorder(chat, RLConfig()), ScriptedSampler(chat.tokenizer, chat.ends)
+    recorder, sampler = ModelRecorder(chat, RLConfig()), ScriptedSampler(chat)
     until = threading.Event()
 
     async def ask():
@@ -283,7 +200,7 @@ def test_a_context_without_room_for_a_turn_is_refused(chats):
 
 def test_fields_without_effect_are_logged_once(chats, caplog):
     chat = chats["chatml"]
-    recorder, sampler = ModelRecorder(chat, RLConfig()), ScriptedSampler(chat.tokenizer, chat.ends)
+    recorder, sampler = ModelRecorder(chat, RLConfig()), ScriptedSampler(chat)
     for value in ("0.5", "0.7"):
         asked(recorder, sampler, Request(messages=[USER], ignored=(f"temperature = {value}", "tool search")))
     assert [record.message for record in caplog.records] == [
@@ -309,7 +226,7 @@ def test_a_turn_that_was_cut_off_is_continued_in_both_modes(chats):
     chat = chats["chatml"]
     for mode in ("faithful", "append"):
         recorder = ModelRecorder(chat, RLConfig(), mode)
-        sampler = ScriptedSampler(chat.tokenizer, chat.ends, ["hello", "user says hello", "two"])
+        sampler = ScriptedSampler(chat, ["hello", "user says hello", "two"])
         first = Request(messages=[USER])
         (answer,) = asked(recorder, sampler, first)
         second = follow(first, answer, USER)
@@ -359,9 +276,7 @@ BROKEN_CALLS = (
 def test_calls_that_no_text_can_hold_stay_text(chats, text, tmp_path):
     chat = chats["chatml"]
     recorder = ModelRecorder(chat, RLConfig(), folder=tmp_path)
-    (answer,) = asked(
-        recorder, ScriptedSampler(chat.tokenizer, chat.ends, [text]), Request(messages=[USER], tools=TOOLS)
-    )
+    (answer,) = asked(recorder, ScriptedSampler(chat, [text]), Request(messages=[USER], tools=TOOLS))
     assert answer.message == {"role": "assistant", "content": text}
 
 
@@ -377,7 +292,7 @@ def test_arguments_that_are_no_json_are_text(value, parameters):
 def test_the_first_turn_comes_first_even_if_its_path_ends_last(chats):
     """Otherwise its context for advantages would be what a sub-agent did later, in each rollout another."""
     chat = chats["chatml"]
-    recorder, sampler = ModelRecorder(chat, RLConfig()), ScriptedSampler(chat.tokenizer, chat.ends)
+    recorder, sampler = ModelRecorder(chat, RLConfig()), ScriptedSampler(chat)
     first = Request(messages=[USER])
     (answer,) = asked(recorder, sampler, first)
     asked(recorder, sampler, Request(messages=[{"role": "user", "content": "sub-agent"}]))
@@ -390,10 +305,7 @@ def test_the_first_turn_comes_first_even_if_its_path_ends_last(chats):
 def test_arguments_that_a_client_changed_from_1_to_true_are_changed(chats):
     chat = chats["chatml"]
     text = '<tool_call>\n{"name": "look", "arguments": {"at": [{"x": 1}]}}\n</tool_call>'
-    recorder, sampler = (
-        ModelRecorder(chat, RLConfig()),
-        ScriptedSampler(chat.tokenizer, chat.ends, [text]),
-    )
+    recorder, sampler = ModelRecorder(chat, RLConfig()), ScriptedSampler(chat, [text])
     first = Request(messages=[USER], tools=TOOLS)
     (answer,) = asked(recorder, sampler, first)
     (call,) = answer.message["tool_calls"]

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from tests.serve.test_sessions import ScriptedSampler
+from tests.support.agents import ScriptedSampler
 from tests.support.conversations import tokenizers
 from tests.support.tokenizer_files import published_template
 from titan_tree.rl.model_recorder import ModelRecorder
@@ -117,7 +117,7 @@ def mode() -> Mode:
 def served(mode: Mode) -> Iterator[Served]:
     """A server whose model writes the script, in tokens that its tokenizer would not choose."""
     chat = Chat(tokenizers("qwen3")["qwen3"])
-    sampler = ScriptedSampler(chat.tokenizer, chat.ends, [turn(*each) for each in SCRIPT])
+    sampler = ScriptedSampler(chat, [turn(*each) for each in SCRIPT])
     recorder, until = ModelRecorder(chat, RLConfig(max_rollout_tokens=10**6), mode), threading.Event()
     server = AgentServer(recorder, ServeConfig(port=0), "policy")
     url, sampling = server.start(), threading.Thread(target=recorder.run, args=(sampler, until))

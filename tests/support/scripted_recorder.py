@@ -2,7 +2,8 @@
 
 import asyncio
 import itertools
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,13 @@ from titan_tree.serve.settings import ServeConfig
 PIXEL = (  # a PNG of one pixel
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
+USER = {"role": "user", "content": "Hello"}
+REFUSED = UserError("the context has 40 tokens; expected at most 32")
+TEXTS: list[Message] = [
+    {"content": "Hi."},
+    {"content": "  Two\n\nparagraphs, é and \N{GRINNING FACE}. " * 20},
+    {"content": "The answer.", "reasoning_content": "I think.\n" * 30},
+]
 
 
 @dataclass
@@ -88,16 +96,32 @@ def serving(recorder: ScriptedRecorder, secret: str | None = None, **config: Any
         server.close()
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Waits, for at most 20 seconds."""
+    end = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
 def call(name: str, arguments: str) -> Message:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def normalized(*messages: Message) -> list[Message]:
-    """Returns messages as requests have them, without ids of calls."""
-    return without_ids(normalize_messages([{"role": "assistant", **message} for message in messages], "test"))
+def assert_read(request: Request, *messages: Message) -> None:
+    """A request has these messages, whatever the ids of their calls are; a role left out is the assistant's.
+
+    Each result of a tool must have the id of a call before it.
+    """
+    ids: set[str] = set()
+    for message in request.messages:
+        assert message["role"] != "tool" or message["tool_call_id"] in ids
+        ids |= {call["id"] for call in message.get("tool_calls", ())}
+    want = normalize_messages([{"role": "assistant", **message} for message in messages], "test")
+    assert _without_ids(request.messages) == _without_ids(want)
 
 
-def without_ids(messages: list[Message]) -> list[Message]:
+def _without_ids(messages: list[Message]) -> list[Message]:
     result = []
     for message in messages:
         message = {name: value for name, value in message.items() if name != "tool_call_id"}
@@ -105,17 +129,3 @@ def without_ids(messages: list[Message]) -> list[Message]:
             message["tool_calls"] = [{k: v for k, v in call.items() if k != "id"} for call in calls]
         result.append(message)
     return result
-
-
-def read_back(recorder: ScriptedRecorder) -> list[Message]:
-    """Returns the messages of the newest request, without ids of calls.
-
-    Each result of a tool must have the id of a call before it.
-    """
-    messages = recorder.turns[-1].request.messages
-    ids = {call["id"] for message in messages for call in message.get("tool_calls", ())}
-    assert {message["tool_call_id"] for message in messages if message["role"] == "tool"} <= ids
-    return without_ids(messages)
-
-
-REFUSED = UserError("the context has 40 tokens; expected at most 32")

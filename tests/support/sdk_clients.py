@@ -12,6 +12,11 @@ from titan_tree.serve.request import Message
 APIS = ("chat", "responses", "messages")
 
 
+def client_of(url: str) -> openai.OpenAI:
+    """Returns a client of one session of the server with this URL."""
+    return openai.OpenAI(base_url=f"{url}/s/task/v1", api_key="any", max_retries=0)
+
+
 class Clients:
     """The clients of both libraries.
 
