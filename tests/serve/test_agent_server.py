@@ -50,6 +50,8 @@ def test_routes() -> None:
             assert send(url, body, f"s/task/v1/{path}?beta=true").status_code == 200
         assert httpx.get(f"{url}/s/task/v1/models").json()["data"][0]["id"] == "policy"
         assert send(url, {"reward": 1}, "s/task/end").json() == {}
+        assert send(url, {"reward": None}, "s/task/end").status_code == 404  # it has ended
+        assert send(url, CHAT, "s/task/v1/chat/completions").status_code == 200
         assert send(url, {"reward": None}, "s/task/end").status_code == 200
         assert message(send(url, {"reward": 1}, "s/other/end")) == "no open session other"
         for reward in ("1", True, [1]):
@@ -272,7 +274,7 @@ def test_the_number_of_sessions_is_limited() -> None:
         assert (refused.status_code, message(refused)) == (429, "2 sessions are open; end one")
         assert send(url, {}, "s/a/end").status_code == 200
         assert send(url, path="s/c/v1/messages").status_code == 200
-        server.forget("b")
+        assert send(url, {}, "s/b/end").status_code == 200
         assert send(url, path="s/d/v1/messages").status_code == 200
         assert send(url, path="s/e/v1/messages").status_code == 429
 

@@ -226,3 +226,8 @@ def test_a_file_of_another_program_is_refused(chat, tmp_path):
     (tmp_path / CALLS).write_text('{"messages": []}\n')
     with pytest.raises(UserError, match="expected a file of titan-tree serve"):
         ModelRecorder(chat, RLConfig(), folder=tmp_path)
+
+
+def test_restored_sessions_are_open(chat, tmp_path):
+    recorded(chat, tmp_path)
+    assert set(ModelRecorder(chat, RLConfig(), folder=tmp_path).sessions) == set(NAMES[1:])

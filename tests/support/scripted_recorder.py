@@ -45,6 +45,7 @@ class ScriptedRecorder:
         self.answers = answers or ({"content": "Hi."},)
         self.finish = finish
         self.turns: list[Turn] = []
+        self.sessions: set[str] = set()
         self.ended: list[tuple[str, float | None]] = []
         self.is_held = False
         self.sampled = 0
@@ -52,6 +53,7 @@ class ScriptedRecorder:
         self._ids = itertools.count()
 
     async def turn(self, session: str, request: Request, *, digest: str, is_retry: bool) -> Answer:
+        self.sessions.add(session)
         self.turns.append(Turn(session, request, digest, is_retry))
         key = (session, digest)
         if not (is_retry and key in self._tasks):
@@ -79,8 +81,9 @@ class ScriptedRecorder:
         return sum(len(str(message["content"])) for message in request.messages)
 
     def end(self, session: str, reward: float | None) -> None:
-        if session not in {turn.session for turn in self.turns}:
+        if session not in self.sessions:
             raise KeyError(session)
+        self.sessions.discard(session)
         self.ended.append((session, reward))
 
 

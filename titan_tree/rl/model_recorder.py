@@ -9,7 +9,7 @@ import random
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,6 +120,11 @@ class ModelRecorder:
         if self._files is not None:
             self._files.close()
         return self._forks
+
+    @property
+    def sessions(self) -> Collection[str]:
+        """The names of the sessions that are open, restored ones included."""
+        return self._sessions.keys()
 
     def session(self, session: str) -> Session:
         """Returns a session. Raises KeyError if it made no request."""

@@ -9,6 +9,7 @@ import json
 import logging
 import sys
 import threading
+from collections.abc import Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Protocol
@@ -36,6 +37,11 @@ STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
 class Recorder(Protocol):
     """What answers requests and records the tokens of sessions. Only the server's thread calls it."""
+
+    @property
+    def sessions(self) -> Collection[str]:
+        """The names of the sessions that are open."""
+        ...
 
     async def turn(self, session: str, request: Request, *, digest: str, is_retry: bool) -> Answer:
         """Returns a turn of the model. Raises UserError if the request cannot be served.
@@ -79,7 +85,6 @@ class AgentServer:
             raise UserError("serve.secret_env: expected a secret in this variable, got an empty text")
         keep_secret(secret or "")
         self._recorder, self._config, self._model, self._secret = recorder, config, model, secret
-        self._sessions: set[str] = set()
         self._thread: threading.Thread | None = None
         self._app = web.Application(client_max_size=config.max_body_mb << 20, middlewares=[self._errors])
         router = self._app.router
@@ -111,10 +116,6 @@ class AgentServer:
         """Returns the key with which clients reach a session."""
         return hmac.new((self._secret or "").encode(), session.encode(), hashlib.sha256).hexdigest()
 
-    def forget(self, session: str) -> None:
-        """No longer counts a session, which has ended otherwise than by a request. Any thread may call it."""
-        self._sessions.discard(session)
-
     async def _serve(self, started: Future[str]) -> None:
         """Runs the server until ``close``."""
         self._loop = asyncio.get_running_loop()
@@ -138,9 +139,9 @@ class AgentServer:
         session, dialect = self._session(request), _dialect(request)
         body, digest = await _body(request)
         asked = dialect.request(body)
-        if session not in self._sessions and len(self._sessions) >= self._config.max_sessions:
-            raise web.HTTPTooManyRequests(text=f"{len(self._sessions)} sessions are open; end one")
-        self._sessions.add(session)
+        known = self._recorder.sessions
+        if session not in known and len(known) >= self._config.max_sessions:
+            raise web.HTTPTooManyRequests(text=f"{len(known)} sessions are open; end one")
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         turn = asyncio.create_task(self._recorder.turn(session, asked, digest=digest, is_retry=is_retry))
         if body.get("stream") is True:
@@ -187,7 +188,6 @@ class AgentServer:
         reward = expect(body, dict, "body", "a JSON object").get("reward")
         if reward is not None and (type(reward) not in (int, float) or abs(reward) > sys.float_info.max):
             raise UserError(f"reward: expected a number or null, got {reward!r:.60}")
-        self.forget(session)
         try:
             self._recorder.end(session, None if reward is None else float(reward))
         except KeyError:
