@@ -115,7 +115,7 @@ class RLConfig(Checked, table="rl"):
     top_k: int = setting(0, at_least(0))  # Sampling keeps the top_k likeliest token ids. 0: all.
     # Sampling keeps token ids with at least min_p times the largest probability. 0: all.
     min_p: float = setting(0.0, between(0.0, 1.0))
-    # Maximum tokens of one turn. A rollout that is cut off has reward 0.
+    # Maximum tokens of one turn. A rollout that is cut off has reward 0, unless a program plays it.
     max_turn_tokens: int = setting(1024, at_least(1))
     max_rollout_tokens: int = setting(8192, at_least(2))  # Maximum tokens of each context, prompt included.
     # 1: rollouts of a step are sampled while the step before trains, with weights that are one step older.
