@@ -3,7 +3,9 @@
 import asyncio
 import json
 import random
+import resource
 import shutil
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -226,6 +228,58 @@ def test_a_file_of_another_program_is_refused(chat, tmp_path):
     (tmp_path / CALLS).write_text('{"messages": []}\n')
     with pytest.raises(UserError, match="expected a file of titan-tree serve"):
         ModelRecorder(chat, RLConfig(), folder=tmp_path)
+
+
+def test_a_call_whose_parent_is_missing_is_refused(chat, tmp_path):
+    recorded(chat, tmp_path).close()
+    lines = (tmp_path / CALLS).read_text().splitlines(keepends=True)
+    records = list(map(json.loads, lines))
+    child = next(i for i, record in enumerate(records) if record.get("parent") is not None)
+    name, parent = records[child]["session"], records[child]["parent"]
+    lost = [(record["session"], record.get("number")) for record in records].index((name, parent))
+    (tmp_path / CALLS).write_text("".join(lines[:lost] + lines[lost + 1 :]))
+    expected = f":{child}: expected a call after call {parent} of session {name}, which is missing"
+    with pytest.raises(UserError, match=expected):
+        ModelRecorder(chat, RLConfig(), folder=tmp_path)
+
+
+@contextmanager
+def full_disk(file, room=20):
+    """Lets files grow to a few bytes more than ``file`` has, so that a part of the next line is written."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + room, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_loses_only_what_it_refused(chat, tmp_path):
+    """The client gets an error instead of the turn, which no later call continues."""
+    recorder, sampler = ModelRecorder(chat, RLConfig(), folder=tmp_path), WithExperts(chat)
+    request = Request(messages=[USER])
+    (answer,) = asked(recorder, sampler, request)
+    with full_disk(tmp_path / CALLS):
+        asked(recorder, sampler, follow(request, answer, USER))
+    before, opened = (tmp_path / CALLS).read_bytes(), recorder._sessions["a"]
+    assert {*opened.session._by_text.values()} == {*opened.session.calls}
+    assert list(opened.answers.values()) == [answer]
+    again = follow(request, answer, USER)
+    asked(recorder, sampler, again, follow(again, answer, USER))
+    want = calls_of(recorder.session("a"))
+    assert len(want) == 3
+    assert (tmp_path / CALLS).read_bytes().startswith(before)
+    assert calls_of(ModelRecorder(chat, RLConfig(), folder=tmp_path).session("a")) == want
+    with full_disk(tmp_path / CALLS):  # which is longer than the rows
+        recorder.end("a", 1.0)
+    with full_disk(tmp_path / CALLS, room=1 << 10), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("titan_tree.serve.session_files.rows", lambda *_: [{"long": "x" * 10**6}])
+        recorder.end("a", 1.0)
+    assert (set(recorder.sessions), (tmp_path / ROWS).read_bytes()) == ({"a"}, b"")
+    assert calls_of(ModelRecorder(chat, RLConfig(), folder=tmp_path).session("a")) == want
+    recorder.end("a", 1.0)
+    assert {json.loads(line)["reward"] for line in (tmp_path / ROWS).read_text().splitlines()} == {1.0}
 
 
 def test_restored_sessions_are_open(chat, tmp_path):

@@ -108,17 +108,16 @@ class ModelRecorder:
 
     def end(self, session: str, reward: float | None) -> None:
         """Ends a session. Raises KeyError if there is none of this name."""
-        opened = self._sessions.pop(session)
-        self._forks += opened.session.forks()
+        ended = self._sessions[session].session
         if self._files is not None:
-            self._files.end(session, opened.session, reward)
+            self._files.end(session, ended, reward)
+        del self._sessions[session]
+        self._forks += ended.forks()
 
     def close(self) -> Counter[str]:
         """Ends all sessions, without rewards. Returns the number of all forks by their cause."""
         for session in list(self._sessions):
             self.end(session, None)
-        if self._files is not None:
-            self._files.close()
         return self._forks
 
     @property
@@ -177,13 +176,14 @@ class ModelRecorder:
             if self._sessions.get(name) is not opened:
                 raise UserError(f"session {name}: it ended while a turn was sampled; end it after all turns")
             answer = self._answer(request, len(call.prompt), turn)
+            session.finish(call, turn, answer)
+            if self._files is not None:
+                self._files.add(name, call, digest)
         except BaseException:
             session.drop(call)
             raise
-        session.finish(call, turn, answer)
+        session.index(call)  # only now, so that the file has what later calls continue
         opened.answers[digest] = answer
-        if self._files is not None:
-            self._files.add(name, call, digest)
         return answer
 
     def _answer(self, request: Request, size: int, turn: Completion) -> Answer:

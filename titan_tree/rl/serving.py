@@ -62,8 +62,7 @@ def serve(config: RLRunConfig) -> None:
         finally:
             stopped.set()
             server.close()
-            forks = recorder.close()
-            logger.info("%s", _report(forks))
+            logger.info("%s", _report(recorder.close()))
 
 
 def _sampler(config: RLRunConfig, device: torch.device) -> Sampler:

@@ -145,22 +145,22 @@ class Session:
         return len(self._placed(request, printed, observe)[0])
 
     def finish(self, call: Call, turn: Completion, answer: Answer) -> None:
-        """Adds the turn of a call."""
+        """Adds the turn of a call. Other calls may continue it after ``index``."""
         call.roles.append("assistant")
         call.keys.append(_key(answer.message))
-        self.restore(call, turn, answer)
-
-    def restore(self, call: Call, turn: Completion, answer: Answer) -> None:
-        """Adds the turn of a call whose roles and keys are complete."""
         call.turn, call.answer = turn, answer
+
+    def index(self, call: Call) -> None:
+        """Lets later calls continue a call that has its turn."""
+        assert call.answer is not None
         *_, (_, text) = self._boundaries(call.tokens)
         self._by_text.setdefault(text, call)
         self._by_messages.setdefault(_joined(call.keys), call)
-        for each in answer.message.get("tool_calls", ()):
+        for each in call.answer.message.get("tool_calls", ()):
             self._written[each["id"]] = each["function"]["arguments"]
 
     def drop(self, call: Call) -> None:
-        """Forgets a call that got no turn."""
+        """Forgets a call that has not been indexed."""
         self.calls.remove(call)
 
     def forks(self) -> Counter[str]:

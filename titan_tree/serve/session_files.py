@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,26 +37,36 @@ class SessionFiles:
         sessions: the sessions that did not end, by name, each with its answers by digest of the request.
 
     Raises:
-        UserError: a file in the folder is not that of a server.
+        UserError: a file in the folder is not that of a server, or lacks a call that another one continues.
     """
 
     def __init__(self, folder: Path, make: Callable[[], Session]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._calls, self._rows = folder / CALLS, folder / ROWS
+        self._calls.touch()
+        self._rows.touch()
         self.sessions: dict[str, tuple[Session, dict[str, Answer]]] = {}
-        ids = {row["id"]: row["rollout_id"] for row in _records(folder / ROWS, {"id", "rollout_id"})}
+        ids = {row["id"]: row["rollout_id"] for row in _records(self._rows, {"id", "rollout_id"})}
         self._numbers = Counter(ids.values())  # of rows, by the session's name, which may come again
         last: list[Any] = []
-        for record in _records(folder / CALLS, {"session"}):
+        calls: dict[str, dict[int | None, Call]] = defaultdict(dict)  # of open sessions, by number
+        for line, record in enumerate(_records(self._calls, {"session"}), 1):
             name = record["session"]
             session, answers = self.sessions.setdefault(name, (make(), {}))
-            if "turn" in record:
-                answers[record["digest"]] = _restore(session, record)
-            else:
+            if "turn" not in record:
                 del self.sessions[name]
+                calls.pop(name, None)
                 last = [session, name, record["reward"], record["first_row"]]
-        self._calls, self._rows = (open(folder / name, "a") for name in (CALLS, ROWS))  # noqa: SIM115
+                continue
+            if (parent := calls[name].get(record["parent"])) is None and record["parent"] is not None:
+                raise UserError(
+                    f"{self._calls}:{line}: expected a call after call {record['parent']} of session {name}, "
+                    "which is missing; remove the lines of this session, or choose another folder"
+                )
+            answer = answers[record["digest"]] = Answer(**record["answer"])
+            calls[name][record["number"]] = _restored(session, record, parent, answer)
         if last:  # the server may have been killed before it wrote all rows of this session
-            self._write_rows([row for row in rows(*last) if row["id"] not in ids])
+            self._write([], [row for row in rows(*last) if row["id"] not in ids])
 
     def add(self, name: str, call: Call, digest: str) -> None:
         """Writes a turn."""
@@ -80,22 +90,29 @@ class SessionFiles:
             "digest": digest,
             "answer": vars(call.answer),
         }
-        _write(self._calls, [record])
+        self._write([record], [])
 
     def end(self, name: str, session: Session, reward: float | None) -> None:
         """Writes the rows of a session."""
         first = self._numbers[name]
-        _write(self._calls, [{"session": name, "reward": reward, "first_row": first}])
-        self._write_rows(rows(session, name, reward, first))
+        end = {"session": name, "reward": reward, "first_row": first}
+        self._write([end], rows(session, name, reward, first))
 
-    def _write_rows(self, records: list[Record]) -> None:
-        _write(self._rows, records)
-        self._numbers.update(row["rollout_id"] for row in records)
-
-    def close(self) -> None:
-        """Closes the files."""
-        self._calls.close()
-        self._rows.close()
+    def _write(self, calls: list[Record], rows: list[Record]) -> None:
+        """Appends lines to both files. If that fails, such as on a full disk, none of them stays."""
+        files = [(path, records) for path, records in ((self._calls, calls), (self._rows, rows)) if records]
+        sizes = [path.stat().st_size for path, _ in files]
+        try:
+            for path, records in files:
+                with open(path, "a") as file:
+                    file.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+                    file.flush()
+                    os.fsync(file.fileno())
+        except OSError:
+            for (path, _), size in zip(files, sizes, strict=True):
+                os.truncate(path, size)
+            raise
+        self._numbers.update(row["rollout_id"] for row in rows)
 
 
 def rows(session: Session, name: str, reward: float | None = None, first: int = 0) -> list[Record]:
@@ -132,11 +149,9 @@ def _images(tokens: Context) -> list[Record]:
     return [{"start": start, "image": png_url(image)} for start, image in tokens.images]
 
 
-def _restore(session: Session, record: Record) -> Answer:
-    number = record["parent"]
-    calls = {call.number: call for call in session.calls}
-    parent = None if number is None else calls[number]
+def _restored(session: Session, record: Record, parent: Call | None, answer: Answer) -> Call:
     read = Context(record["read"], tuple(record_images(record["images"], "", {}, [])))
+    experts = None if record["experts"] is None else np.array(record["experts"], np.int16)
     call = Call(
         number=record["number"],
         prompt=read if parent is None else parent.tokens.extended(read),
@@ -144,19 +159,16 @@ def _restore(session: Session, record: Record) -> Answer:
         fork=record["fork"],
         roles=record["roles"],
         keys=list(map(bytes.fromhex, record["keys"])),
+        turn=Completion(record["turn"], record["logprobs"], experts, record["sampling_mask"]),
+        answer=answer,
     )
-    experts = None if record["experts"] is None else np.array(record["experts"], np.int16)
-    turn = Completion(record["turn"], record["logprobs"], experts, record["sampling_mask"])
-    answer = Answer(**record["answer"])
     session.calls.append(call)
-    session.restore(call, turn, answer)
-    return answer
+    session.index(call)
+    return call
 
 
 def _records(file: Path, fields: set[str]) -> list[Record]:
     """Returns the records of a file, which have these fields, and removes a last line that is not whole."""
-    if not file.exists():
-        return []
     content = file.read_bytes()
     size = content.rfind(b"\n") + 1
     if size < len(content):  # the server was killed while it wrote
@@ -168,9 +180,3 @@ def _records(file: Path, fields: set[str]) -> list[Record]:
     except (ValueError, AttributeError):
         pass
     raise UserError(f"{file}: expected a file of titan-tree serve; choose another folder")
-
-
-def _write(file: Any, records: list[Record]) -> None:
-    file.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
-    file.flush()
-    os.fsync(file.fileno())
