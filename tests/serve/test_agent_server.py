@@ -94,13 +94,20 @@ def test_web_pages_need_keys() -> None:
 def test_keys_of_sessions() -> None:
     recorder = ScriptedRecorder()
     server = AgentServer(recorder, ServeConfig(port=0), "policy", SECRET)
-    key = server.key("task")
+    key, end = server.key("task"), server.key("task/end")
     with closing(server):
         url = server.start()
         assert send(url, Authorization=f"Bearer {key}").status_code == 200
         assert send(url, path="s/task/v1/messages", x_api_key=key).status_code == 200
-        for path in ("s/other/v1/messages", "v1/messages", "s/other/end", "s/other/v1/messages/count_tokens"):
+        paths = ("s/other/v1/messages", "v1/messages", "s/other/v1/messages/count_tokens")
+        for path in (*paths, "end", "s/other/end", "s/task/end"):  # an agent cannot reward itself
             assert send(url, path=path, x_api_key=key).status_code == 401
+        assert message(send(url, path="s/task/end", x_api_key=key)).endswith("the key of SESSION/end")
+        for path in (*paths, "end", "s/other/end", "s/task/v1/messages"):
+            assert send(url, path=path, x_api_key=end).status_code == 401
+        assert recorder.ended == []
+        assert send(url, {"reward": 1}, "s/task/end", x_api_key=end).status_code == 200
+        assert recorder.ended == [("task", 1.0)]
         assert httpx.get(f"{url}/s/other/v1/models", headers={"x-api-key": key}).status_code == 401
         for wrong in ("Bearer", "Bearer x", f"Bearer {key[:-1]}", f"Bearer {SECRET}"):
             refused = send(url, Authorization=wrong)

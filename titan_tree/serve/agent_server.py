@@ -68,9 +68,9 @@ class AgentServer:
     POST /s/SESSION/end                                         {"reward": number or null}
 
     Without /s/SESSION, the client's key names the session. A turn goes on if its client closes the
-    connection, so that the recorder has it when the client tries again. The keys of sessions follow from
-    ``secret``. Without one, any key is accepted, only this machine may reach the server, and web pages that a
-    browser shows there may not.
+    connection, so that the recorder has it when the client tries again. ``secret`` decides the key of a
+    session, and that of SESSION/end, without which no agent can reward itself. Without a secret, any key is
+    accepted, only this machine may reach the server, and web pages that a browser shows there may not.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class AgentServer:
             self._thread.join()
 
     def key(self, session: str) -> str:
-        """Returns the key with which clients reach a session."""
+        """Returns the key with which clients reach SESSION, or with which its owner ends it: SESSION/end."""
         return hmac.new((self._secret or "").encode(), session.encode(), hashlib.sha256).hexdigest()
 
     async def _serve(self, started: Future[str]) -> None:
@@ -184,7 +184,7 @@ class AgentServer:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _end(self, request: web.Request) -> web.Response:
-        session, (body, _) = self._session(request), await _body(request)
+        session, (body, _) = self._session(request, "/end"), await _body(request)
         reward = expect(body, dict, "body", "a JSON object").get("reward")
         if reward is not None and (type(reward) not in (int, float) or abs(reward) > sys.float_info.max):
             raise UserError(f"reward: expected a number or null, got {reward!r:.60}")
@@ -197,14 +197,14 @@ class AgentServer:
     async def _hello(self, request: web.Request) -> web.Response:
         return web.Response(text="titan_tree\n")
 
-    def _session(self, request: web.Request) -> str:
-        """Returns the session of a request whose key is right."""
+    def _session(self, request: web.Request, right: str = "") -> str:
+        """Returns the session of a request whose key is right: ``key(session + right)``."""
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
         key = (request.headers.get("x-api-key") or bearer).encode(errors="surrogateescape")
         session = request.match_info.get("session")
         if self._secret is not None:
-            if session is None or not hmac.compare_digest(key, self.key(session).encode()):
-                raise web.HTTPUnauthorized(text="expected the address /s/SESSION and the key of the session")
+            if session is None or not hmac.compare_digest(key, self.key(session + right).encode()):
+                raise web.HTTPUnauthorized(text=f"expected /s/SESSION and the key of SESSION{right}")
             return session
         if "Origin" in request.headers:  # browsers send it with each POST, agents do not
             raise web.HTTPForbidden(text="web pages need keys; set serve.secret_env")
