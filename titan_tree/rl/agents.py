@@ -107,6 +107,7 @@ def play_agents(
     *,
     concurrency: int,
     is_interrupted: Callable[[], object] = lambda: False,
+    show: Callable[[int], object] = lambda ended: None,
 ) -> list[Rollout]:
     """Runs the programs of all tasks to their end, samples what they ask for, and returns their rollouts.
 
@@ -114,6 +115,7 @@ def play_agents(
         tasks: names of sessions, which are parts of URLs, with their tasks.
         concurrency: maximum number of programs at a time.
         is_interrupted: returns whether to end all programs. It is called again and again.
+        show: gets the number of programs that have ended, again and again.
 
     Raises:
         InterruptedSampling: ``is_interrupted`` returned true.
@@ -131,6 +133,7 @@ def play_agents(
             running = set(plays)
             while running and not over.is_set() and not is_interrupted():
                 ended, running = wait(running, POLL_S, FIRST_EXCEPTION)
+                show(len(plays) - len(running))
                 if any(_error(play) for play in ended):
                     break
             over.set()

@@ -124,20 +124,24 @@ class EpisodeTrainer(Trainer, ABC):
             self._play(groups, tasks)
             return groups
         from titan_tree.rl.model_recorder import ModelRecorder
+        from titan_tree.run.metrics.builtin_loggers import progress_bar
         from titan_tree.serve.agent_server import AgentServer  # imports aiohttp
 
         rl = self.config.rl
         names = [(task, f"{task}/{i}".replace("/", "-")) for task in tasks for i in range(number)]
         serve = replace(self.config.serve, port=0, max_sessions=len(names) + 1)  # any free port
         recorder = ModelRecorder(self.chat, rl, serve.mode)
-        rollouts = play_agents(
-            [(session, environment.task(random.Random(task))) for task, session in names],
-            AgentServer(recorder, serve, MODEL, secrets.token_hex()),
-            recorder,
-            self.sampler,
-            concurrency=rl.agent.concurrency,
-            is_interrupted=is_interrupted,
-        )
+        with progress_bar(self.mesh.get_rank() == 0) as bar:
+            shown = bar.add_task("programs", total=len(names))
+            rollouts = play_agents(
+                [(session, environment.task(random.Random(task))) for task, session in names],
+                AgentServer(recorder, serve, MODEL, secrets.token_hex()),
+                recorder,
+                self.sampler,
+                concurrency=rl.agent.concurrency,
+                is_interrupted=is_interrupted,
+                show=lambda ended: bar.update(shown, completed=ended),
+            )
         return [rollouts[i : i + number] for i in range(0, len(names), number)]
 
     def _play(self, groups: Sequence[Sequence[Rollout]], names: Sequence[str]) -> None:

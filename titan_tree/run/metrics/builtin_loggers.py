@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TextIO
 
-from rich.console import Console
+from rich import get_console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
@@ -66,6 +66,13 @@ OMITTED = {
 }
 
 
+def progress_bar(is_shown: bool = True) -> Progress:
+    """Returns a bar for stdout if that is a terminal. One that starts later is shown below the first one."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    console = get_console()
+    return Progress(*columns, console=console, disable=not (is_shown and console.is_terminal), transient=True)
+
+
 class ConsoleLogger(Logger):
     """Writes log lines through ``logging``, with the time left.
 
@@ -74,16 +81,7 @@ class ConsoleLogger(Logger):
 
     def __init__(self, folder: Path, start_step: int, total_steps: int) -> None:
         super().__init__(folder, start_step, total_steps)
-        console = Console()
-        self.progress = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
+        self.progress = progress_bar()
         self._first: tuple[int, float] | None = None  # the first step of this process, and when it ended
         self.bar = self.progress.add_task("training", total=total_steps, completed=start_step)
 
