@@ -61,15 +61,18 @@ def test_trees_train_as_flat_paths(tmp_path: Path, loss: str, max_tokens: int) -
 
 
 def test_the_layout_of_the_configuration_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both tasks have the same rollouts, but rows of different tasks share nothing."""
+    """Both tasks have the same rollouts, but only data.merge lets rows of different tasks share tokens."""
 
     def paths_twice(step: int) -> list[list[TokenPath]]:
         (paths,) = RLTrainer.paths(trainer, step)
         return [paths, copy.deepcopy(paths)]
 
     found = {}
-    for layout in ("tree", "leaf", "flat"):
-        options = ["rl.environment=letters", f"data.layout={layout}", "training.steps=1"]
+    for layout, keys in {
+        **{layout: [f"data.layout={layout}"] for layout in ("tree", "leaf", "flat")},
+        "merged": ["data.merge=batch", "data.max_tokens=4096"],
+    }.items():
+        options = ["rl.environment=letters", "training.steps=1", *keys]
         options += ["data.global_batch_groups=1"]  # the other task is a copy
         options += ["loss.reduction=distinct_token_mean"]  # a weight depends on the other paths of the tree
         trainer = with_short_turns(RLTrainer(tiny(tmp_path / layout, *options)))
@@ -77,7 +80,10 @@ def test_the_layout_of_the_configuration_is_used(tmp_path: Path, monkeypatch: py
         trainer.train()
         trainer.close()
         (found[layout],) = rows(tmp_path / layout)
-    tree, leaf, flat = ({name: float(value) for name, value in found[layout].items()} for layout in found)
+    tree, leaf, flat, merged = ({key: float(value) for key, value in row.items()} for row in found.values())
+    assert merged["loss"] == pytest.approx(tree["loss"], abs=1e-6)
+    assert merged["grad_norm"] == pytest.approx(tree["grad_norm"], rel=1e-5)
+    assert (2 * merged["executed_tokens"], merged["reward"]) == (tree["executed_tokens"], tree["reward"])
     assert tree["loss"] == pytest.approx(flat["loss"], abs=1e-6)
     assert leaf["loss"] == pytest.approx(flat["loss"], abs=1e-6)
     assert leaf["executed_tokens"] == tree["leaf_tokens"]
@@ -270,7 +276,7 @@ def test_a_warm_start_that_was_interrupted_after_its_reward_trains_no_further(
     ("override", "message"),
     [
         ("data.files=demo", "data.files: expected no files, because the environment makes the tasks"),
-        ("data.merge=batch", "data.merge: expected no value, because an environment has no files"),
+        ("data.workers=0", "data.workers: expected no value, because an environment has no files"),
         ("validation.files=demo", "validation.files: expected no value"),
         ("training.epochs=1", "training.steps: expected no value together with training.epochs"),
         ("rl.environment=dsek", "rl.environment: expected one of desk"),

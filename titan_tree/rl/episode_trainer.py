@@ -19,7 +19,7 @@ from itertools import chain, count
 from typing import Any, TypeVar
 
 from titan_tree.components.tree_loss.spec import COUNT_ONCE
-from titan_tree.data.packing import BASELINES, MicroBatches, pack
+from titan_tree.data.packing import BASELINES, MicroBatches, merged_trees, pack
 from titan_tree.distributed.collectives import call_on_all_ranks
 from titan_tree.distributed.faults import start_timeout
 from titan_tree.engine.step_io import StepInput
@@ -181,6 +181,8 @@ class EpisodeTrainer(Trainer, ABC):
                 TokenTree.from_paths(paths, data.replay).weigh_edges()
         if data.layout in BASELINES:
             return [tree for paths in by_task for tree in BASELINES[data.layout](paths, data.replay)]
+        if data.merge == "batch":
+            return merged_trees(list(chain.from_iterable(by_task)), data.max_tokens, data.replay)
         return [TokenTree.from_paths(paths, data.replay) for paths in by_task]
 
     def check_limits(self, by_task: Sequence[Sequence[TokenPath]]) -> None:

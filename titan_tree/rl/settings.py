@@ -31,9 +31,7 @@ URLS = check(
 REWARD = re.compile(r"exit|file:.+|[\w.]+:\w+")  # a value of rl.agent.reward
 NO_FILES = "no files, because the environment makes the tasks (titan-tree train reads files)"
 # Keys of [data] that say how files are read. An environment has no files.
-OF_FILES = (
-    *("weights", "format", "ignore_fields", "merge", "paths", "advantage", "shuffle_buffer", "workers"),
-)
+OF_FILES = (*("weights", "format", "ignore_fields", "paths", "advantage", "shuffle_buffer", "workers"),)
 
 
 @dataclass(kw_only=True)
