@@ -11,13 +11,14 @@ from tests.support.cases import for_each
 from titan_tree.data.advantages import advantages
 from titan_tree.data.settings import ADVANTAGES
 from titan_tree.errors import UserError
+from titan_tree.rl.environment import DeskEpisode
 from titan_tree.rl.rollouts import Rollout, token_paths
 from titan_tree.tree.paths import TokenPath
 
 
 def prompted(inherited: int = 0) -> Rollout:
     """Returns a rollout that has only the prompt [9]."""
-    rollout = Rollout(episode=None, inherited=inherited)
+    rollout = Rollout(episode=DeskEpisode(random.Random(0)), inherited=inherited)
     rollout.read([9])
     return rollout
 

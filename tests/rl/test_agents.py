@@ -1,5 +1,6 @@
 """Programs play rollouts: their files, addresses, rewards and limits, and the paths of what they said."""
 
+import io
 import itertools
 import json
 import os
@@ -16,12 +17,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from tests.support.agents import ScriptedSampler
 from tests.support.cases import for_each
 from tests.support.conversations import tokenizers
 from tests.support.rl_runs import rows, tiny
 from titan_tree import TreeTokenizer
+from titan_tree.data import advantages
+from titan_tree.data.sample_reader import SampleReader
+from titan_tree.data.settings import ADVANTAGES, DataConfig
 from titan_tree.errors import UserError
 from titan_tree.rl.agents import MODEL, TaskFile, filled, grader, play_agents, rollout_of
 from titan_tree.rl.environment import ENVIRONMENTS, AgentTask, Demonstrator
@@ -31,8 +36,10 @@ from titan_tree.rl.run import run
 from titan_tree.rl.sampler import InterruptedSampling
 from titan_tree.rl.settings import AgentConfig, RLConfig, RLRunConfig
 from titan_tree.rl.trainer import RLTrainer, check_settings
+from titan_tree.run.metrics import builtin_loggers
 from titan_tree.serve.agent_server import AgentServer
 from titan_tree.serve.session import SessionPath
+from titan_tree.serve.session_files import rows as session_rows
 from titan_tree.serve.settings import ServeConfig
 from titan_tree.tree.context import Completion, Context
 
@@ -117,6 +124,19 @@ def test_a_program_plays_a_rollout(tmp_path: Path) -> None:
     assert rollout == want
 
 
+def test_a_program_cannot_end_its_session() -> None:
+    end = """
+try:
+    urllib.request.urlopen(urllib.request.Request(url.replace("v1/chat/completions", "end"), b"{}", headers))
+except urllib.error.HTTPError as error:
+    exit(error.code)
+"""
+    statuses: list[int] = []
+    program = agent(CALLS.format(1) + end, reward=lambda folder, status: statuses.append(status) or 1)
+    (rollout,) = play(program)
+    assert (statuses, rollout.reward, len(rollout.starts)) == ([401 % 256], 1.0, 1)
+
+
 def test_words_in_braces_are_replaced() -> None:
     code = 'import sys; open("words", "w").write(" ".join(sys.argv[1:]) + os.environ["A"] + os.environ["B"])'
     words: list[str] = []
@@ -139,7 +159,9 @@ def test_rollouts_have_the_order_of_their_tasks_whatever_ends_first() -> None:
         agent(f"import time; time.sleep({0.3 if i == 0 else 0})\n" + CALLS.format(i + 1)) for i in range(4)
     ]
     for concurrency in (1, 4, 9):
-        rollouts = play(*tasks, concurrency=concurrency)
+        ended: list[int] = []
+        rollouts = play(*tasks, concurrency=concurrency, show=ended.append)
+        assert (ended, ended[-1]) == (sorted(ended), 4)
         assert [len(rollout.starts) for rollout in rollouts] == [1, 2, 3, 4]
     assert play() == []
 
@@ -244,6 +266,37 @@ def test_a_rollout_has_a_context_for_each_path() -> None:
         assert (each.advantage[each.loss_mask > 0] * (-1 if each.id == "t/1" else 1) > 0).all()
 
 
+# Two rollouts share the conversation [9], and all three the first turn behind [7].
+PLAYED = [
+    (1.0, [path([7, 1, 0, 7, 2], [0, 1, 1, 0, 1], [0, -1, -2, 0, -3]),
+           path([7, 1, 0, 8, 3, 0], [0, 0, 0, 0, 1, 1], [0, 0, 0, 0, -4, -5])]),
+    (0.0, [path([7, 1, 0, 7, 5], [0, 1, 1, 0, 1], [0, -1, -2, 0, -3]), path([9, 4], [0, 1], [0, -1])]),
+    (0.5, [path([9, 4], [0, 1], [0, -1]), path([7, 1, 0, 8, 6], [0, 1, 1, 0, 1], [0, -1, -2, 0, -4])]),
+]  # fmt: skip
+
+
+@for_each("estimator", [name for name in ADVANTAGES if ADVANTAGES[name] is getattr(advantages, name, None)])
+def test_rollouts_are_trained_like_their_saved_rows(estimator: str, tmp_path: Path) -> None:
+    rollouts = [rollout_of(paths, reward, is_cut_off=False) for reward, paths in PLAYED]
+    saved: list[Any] = []
+    for i, (reward, paths) in enumerate(PLAYED):
+        session: Any = SimpleNamespace(paths=lambda paths=paths: paths)
+        saved += session_rows(session, f"task.{i}", reward)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in saved))
+    reader = SampleReader(DataConfig(files=[str(tmp_path / "rows.jsonl")], advantage=estimator))
+    ((*read,),) = map(reader.paths, reader.files.groups())
+    played = token_paths(rollouts, "task", estimator, {})
+    for own, other in zip(played, read, strict=True):
+        for field in ("tokens", "loss_mask", "advantage"):
+            assert np.array_equal(getattr(own, field), getattr(other, field)), field
+        assert np.array_equal(own.old_logprobs, np.nan_to_num(other.rollout_logprobs))
+        assert (own.weight, own.rollout_tokens) == (other.weight, other.rollout_tokens)
+    if estimator == "spo":  # V([9]) = 0.25, V([7]) = V(7, 1, 0, 7) = 0.5, V(7, 1, 0, 8) = 0.75
+        assert [each.advantage[-1] for each in played if each.advantage is not None] == [
+            0.5, 0.25, -0.5, 0.0, 0.0, -0.25
+        ]  # fmt: skip
+
+
 def test_the_three_kinds_of_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -343,6 +396,21 @@ def test_a_run_trains_on_rollouts_of_programs(tmp_path: Path) -> None:
     assert [float(row["rollouts"]) for row in metrics] == [3, 3]
     assert all(0 < float(row["reward"]) <= 1 and float(row["sampled_tokens"]) >= 3 for row in metrics)
     assert all(float(row["grad_norm"]) > 1e-3 for row in metrics)
+
+
+@pytest.mark.usefixtures("_calls")
+def test_a_bar_in_the_terminal_counts_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=is_terminal)
+        monkeypatch.setattr(builtin_loggers, "get_console", lambda console=console: console)
+        trainer = RLTrainer(agents(tmp_path / f"{is_terminal}", "metrics.loggers=[console]"))
+        assert trainer.loggers
+        with trainer.loggers:  # below the bar of the steps
+            trainer.sample(["task"], 3)
+        trainer.close()
+        shown = console.file.getvalue()  # type: ignore[attr-defined]
+        assert bool(re.search(r"training .*0/2.*\nprograms .*[0-3]/3", shown)) == is_terminal
+        assert bool(shown) == is_terminal
 
 
 @pytest.mark.usefixtures("_calls")

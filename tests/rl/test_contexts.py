@@ -230,7 +230,7 @@ def test_turn_advantages_across_contexts_by_hand() -> None:
     """
 
     def rollout(first: int, second: int, reward: float, inherited: int = 0) -> Rollout:
-        made = Rollout(episode=None, inherited=inherited)
+        made = Rollout(episode=Summarizing(), inherited=inherited)
         made.read([9])
         made.write([first], [-1.0])
         made.read([7, 7], new_context=True)

@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -335,22 +335,28 @@ def token_paths(
 ) -> list[TokenPath]:
     """Returns the finished rollouts of one task as training samples, one for each context.
 
-    Advantages are computed for whole rollouts, as if their contexts were one history.
+    For advantages, the contexts of an episode are one history, because they follow one another. Those of a
+    program do not: the state of a turn is its own context, as in the rows of ``titan-tree serve``.
 
     Args:
         name: the task's name, with which the ids of paths begin.
         advantage: the estimator, a name in ``ADVANTAGES``.
         options: keyword arguments for the estimator.
     """
-    histories = [TokenPath(each.tokens, each.mask, images=each.tokens.images) for each in rollouts]
-    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-    inherited = [rollout.inherited for rollout in rollouts]
-    values = advantages(advantage, histories, rewards, inherited=inherited, **options)
-    return [
-        path
-        for i, (rollout, values_of_rollout) in enumerate(zip(rollouts, values, strict=True))
-        for path in rollout.paths(values_of_rollout, f"{name}/{i}")
-    ]
+    is_program = all(rollout.episode is None for rollout in rollouts)
+    histories, owners = [], []
+    for owner, rollout in enumerate(rollouts):
+        for start, end in pairwise([*(rollout.contexts if is_program else [0]), len(rollout.tokens)]):
+            part = rollout.tokens.part(start, end)
+            histories.append(TokenPath(part, rollout.mask[start:end], images=part.images))
+            owners.append(owner)
+    inherited = None if is_program else [rollout.inherited for rollout in rollouts]
+    values = iter(advantages(advantage, histories, rewards([rollouts]), owners, inherited, **options))
+    paths = []
+    for i, rollout in enumerate(rollouts):
+        value = np.concatenate([next(values) for _ in range(owners.count(i))])
+        paths += rollout.paths(value, f"{name}/{i}")
+    return paths
 
 
 def rewards(groups: Sequence[Sequence[Rollout]]) -> list[float]:
