@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 import titan_tree.cli
+from tests.support.agents import USER, ScriptedSampler, asked
 from tests.support.isolation import REGISTRIES
 from tests.support.markdown import Block, blocks
 from titan_tree.cli import bench
@@ -28,9 +29,12 @@ from titan_tree.config.toml import load_tables
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.data.settings import DataConfig
 from titan_tree.integrations.lightning_settings import LightningRunConfig
+from titan_tree.rl.model_recorder import ModelRecorder
+from titan_tree.rl.rollouts import Chat
 from titan_tree.rl.settings import RLRunConfig
 from titan_tree.run.config import load_config
 from titan_tree.run.trainer import Trainer
+from titan_tree.serve.request import Request
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", "SECURITY.md")]
@@ -48,8 +52,9 @@ def run_page(page: Path) -> Iterator[tuple[Block, str]]:
     - python: runs as a script with the argument ``--help``. All blocks share one namespace. A first line
       ``# name.py`` saves the block as a module instead.
     - bash: ``titan-tree`` runs, but no benchmark. It trains only if the page shows the
-      output. ``echo`` feeds it. Other commands do not run either, but their files, configuration keys and
-      options are checked.
+      output, with a tiny model in place of a snapshot, and records scripted sessions instead of serving.
+      ``echo`` feeds it. Other commands do not run either, but their files, configuration keys and options are
+      checked.
     - toml: must be a valid configuration. A first line ``# name.toml`` saves it for later blocks.
     - json: must be records that the reader accepts.
     """
@@ -147,7 +152,11 @@ def _check_command(words: list[str]) -> None:
         _check_benchmark("benchmarks", *arguments[arguments.index("benchmarks") + 1 :])
     elif program == "titan-tree" and arguments[0] in ("train", "rl"):
         _check_run(arguments)
+    elif program == "titan-tree" and arguments[0] == "serve":
+        _record(load_tables(RLRunConfig, arguments[1], arguments[2:]))
     elif program == "titan-tree":
+        if arguments[0] == "config":
+            arguments = ["qwen3:debug" if word.startswith("/models/") else word for word in arguments]
         assert titan_tree.cli.main(arguments) == 0, words
     elif "titan_tree" in words:
         module = words[words.index("titan_tree") + 1 :]
@@ -169,6 +178,15 @@ def _check_command(words: list[str]) -> None:
 def _check_benchmark(package: str, name: str, *options: str) -> None:
     if not name.startswith("-"):
         bench.parse(import_module(f"{package}.{name}"), name, options)
+
+
+def _record(config: RLRunConfig) -> None:
+    """Writes the rows of two sessions, whose turns a script samples."""
+    chat = Chat(TreeTokenizer.byte_level("qwen3"))
+    recorder = ModelRecorder(chat, config.rl, folder=Path(config.folder))
+    for reward, session in enumerate(("task7.0", "task7.1")):
+        asked(recorder, ScriptedSampler(chat), Request(messages=[USER]), session=session)
+        recorder.end(session, float(reward))
 
 
 def _check_run(arguments: list[str]) -> None:

@@ -256,6 +256,9 @@ def test_branches_do_not_count_tokens_twice(tmp_path):
     )
     payload = payload_of(file)
     assert payload["reasons"] == [("other text in an answer", 3, 4 + 1 + 1)]
+    assert payload["sentences"][1] == (  # whether the first token is of a system prompt is not known
+        "Of what the calls repeat, 50% is history (earlier answers 50%); 50% is of an unknown kind."
+    )
     assert payload["totals"] == {
         "groups": 1,
         "samples": 4,

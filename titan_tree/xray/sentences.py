@@ -58,11 +58,11 @@ def sentences(
     if lacks_prompts and not shares["system"] + shares["tools"]:
         repeated = f"What the calls repeat is history: {history}. The files leave out what comes before it."
         return [calls, repeated, _reasons(reasons, totals["points"], unit)]
-    repeated = (
-        f"Of what the calls repeat, {shares['system']:.0%} is the system prompt, {shares['tools']:.0%} tool "
-        f"schemas, and {sum(shares[kind] for kind in HISTORY):.0%} history"
-    )
-    repeated += f" ({history})" if history else ""
+    share = f"{sum(shares[kind] for kind in HISTORY):.0%}"
+    prompts = f"{shares['system']:.0%} is the system prompt, {shares['tools']:.0%} tool schemas, and {share}"
+    if shares["other"] and not shares["system"] + shares["tools"]:  # which other text may be
+        prompts = f"{share} is"
+    repeated = f"Of what the calls repeat, {prompts} history" + (f" ({history})" if history else "")
     repeated += f"; {shares['other']:.0%} is of an unknown kind." if shares["other"] else "."
     return [calls, repeated, _reasons(reasons, totals["points"], unit)]
 
