@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -52,7 +54,12 @@ PATHS = random_paths()
 DECAYS = ("A_log", "dt_bias")
 BIASED = {"bailing_hybrid", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "nemotron_h"}  # of routers, in fp32
 # Parameters that transformers keeps in fp32. ``cast_weights`` and FSDP2 cast all of them.
-FP32 = {"bailing_hybrid": ("conv1d.weight", "forget_gate.A_log", "forget_gate.dt_bias")}
+FP32: dict[str, tuple[str, ...]] = {
+    "bailing_hybrid": ("conv1d.weight", "forget_gate.A_log", "forget_gate.dt_bias")
+}
+if Version(transformers.__version__) >= Version("5.24"):
+    FP32 |= {name: (*FP32.get(name, ()), ".gate.weight") for name in (*BIASED, "kimi_linear")}
+    FP32["kimi_linear"] += ("forget_gate.dt_bias",)
 # Other families have the same parts.
 SLOW = {
     *("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "kimi_linear", "lfm2_moe"),

@@ -44,9 +44,11 @@ class GenerateSampler:
     def __init__(self, model: TreeModel, truncation: Truncation = ALL_IDS, temperature: float = 1.0) -> None:
         self.model, self.truncation, self.temperature = model, truncation, temperature
         import_transformers()  # raises UserError if the library is missing
+        from titan_tree.models.transformers.blocks import CACHE
         from titan_tree.models.transformers.generation import generating
 
         self._generating: Any = generating(model)
+        self._cache = CACHE
 
     @torch.no_grad()
     def sample(
@@ -75,7 +77,7 @@ class GenerateSampler:
                 attention_mask=mask[rows],
                 # All axes of the position of text are equal, and contexts end with text.
                 position_ids=positions.view(-1, *tokens.shape)[0, rows],
-                past_key_values=cache,
+                **{self._cache: cache},
                 do_sample=False,  # ``record`` draws the tokens
                 eos_token_id=list(stops),
                 pad_token_id=stops[0],
@@ -130,7 +132,7 @@ class GenerateSampler:
         out = self._generating.base_model(
             **inputs, attention_mask=mask[:, :-1], position_ids=positions[..., :-1], use_cache=True
         )
-        return out.past_key_values
+        return out[self._cache]
 
 
 class _Record:

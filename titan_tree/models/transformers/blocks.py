@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.errors import UserError
@@ -32,7 +33,8 @@ from titan_tree.models.transformers.mixers import cached_rows, on_trees, recurre
 from titan_tree.models.tree_model import CachedRows
 from titan_tree.tree.layout import TreeLayout
 
-CACHE = "past_key_values"  # the argument of transformers' layers
+# The argument of transformers' layers and models, and the field of outputs; transformers 5.24 renamed it.
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__annotations__ else "past_key_values"
 TOKENWISE = {"mlp", "moe"}  # the types of layers that mix no tokens
 
 

@@ -91,8 +91,9 @@ def _forward(
     if tree is None:
         plain: Tensor = type(mixer).forward(mixer, hidden_states, *args, **kwargs)
         return plain
-    # Families differ in the argument's name.
-    cache: PartitionCache | None = kwargs.get("cache_params") or kwargs.get("past_key_values")
+    # Families and versions of transformers differ in the argument's name.
+    names = ("cache", "cache_params", "past_key_values")
+    cache: PartitionCache | None = next(filter(None, map(kwargs.get, names)), None)
     out, exports = kind_of(mixer).run(mixer, hidden_states[0], tree, () if cache is None else cache.rows)
     if cache is not None:
         cache.exports = tuple(exports)
