@@ -3,6 +3,8 @@
 import functools
 import re
 from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ from tests.support.trl_runs import make_other, save_model
 
 pytest.importorskip("trl")
 
+import trl.trainer.utils
 from peft import LoKrConfig, LoraConfig, PromptTuningConfig
 from transformers import BitsAndBytesConfig
-from trl import SFTTrainer
+from trl import RLOOTrainer, SFTTrainer
 
 from titan_tree.errors import UserError
+from titan_tree.integrations import hugging_face
 from titan_tree.integrations.hugging_face import treeify
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("trl")]  # importing trl takes ten seconds
@@ -52,10 +56,6 @@ REFUSALS: dict[str, tuple[Callable[[Any], Any], str]] = {
         with_attribute("args.activation_offloading", True),
         "activation_offloading: expected none",
     ),
-    "asynchronous": (
-        with_attribute("rollout_queue", None),
-        "treeify: SFTTrainer: TRL's asynchronous trainers compute on trees by themselves; call train()",
-    ),
     "deepspeed": (with_attribute("is_deepspeed_enabled", True), "is_deepspeed_enabled: expected False"),
     "loss function": (
         with_attribute("compute_loss_func", print),
@@ -87,9 +87,9 @@ REFUSALS: dict[str, tuple[Callable[[Any], Any], str]] = {
         treeify,
         "treeify: SFTTrainer: expected a model that treeify has not changed yet; call it once for a trainer",
     ),
-    "plain model": (
+    "plain model": (  # as in TRL 1.14
         lambda trainer: trainer.model.__dict__.pop("forward"),
-        "treeify: SFTTrainer: expected a trainer of transformers, or of TRL for SFT, DPO, KTO, GRPO or RLOO",
+        "treeify: SFTTrainer: expected a trainer of transformers, or of TRL 1.15 or later for SFT, DPO, KTO",
     ),
 }
 
@@ -174,11 +174,75 @@ def test_wrong_rows_are_refused(folder: Path) -> None:
             trainer.model(**good | change)
 
 
-def test_other_versions_of_trl_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = make_other(SFTTrainer, folder)
-    monkeypatch.setattr("titan_tree.integrations.hugging_face.version", lambda _: "1.15.0")
-    with pytest.raises(UserError, match=r"treeify: expected trl 1\.16\.0, got 1\.15\.0; run pip install"):
+def test_the_asynchronous_trainer_is_refused() -> None:
+    """TRL 1.18 exports it. Until then, it is experimental."""
+    module = "trl" if hasattr(trl, "AsyncGRPOTrainer") else "trl.experimental.async_grpo"
+    cls = import_module(module).AsyncGRPOTrainer
+    trainer = object.__new__(type("Mine", (cls,), {}))  # its constructor wants a server
+    with pytest.raises(UserError, match=r"^treeify: Mine: TRL's AsyncGRPOTrainer computes .*; call train"):
         treeify(trainer)
+
+
+def test_a_trl_without_what_treeify_reads_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(trainer: Any, message: str) -> None:
+        tested = rf"^treeify: trl {version('trl')}: {message}, as in trl 1\.15 and 1\.16; run pip install"
+        with pytest.raises(UserError, match=tested):
+            treeify(trainer)
+
+    trainer = make_other(SFTTrainer, folder)
+    stock = trainer.model.forward
+    cast_lm_head_to_fp32, outputs = False, ("log_probs",)
+
+    def without_temperature(*args: Any, fused_lm_head: bool = False) -> Any:
+        return cast_lm_head_to_fp32, outputs
+
+    trainer.model.forward = without_temperature
+    refused(trainer, "expected temperature in the fused head")
+
+    def with_top_k(
+        model: Any,
+        temperature: float = 1.0,
+        cast_lm_head_to_fp32: bool = False,
+        outputs: tuple[str, ...] = (),
+        top_k: int = 0,
+    ) -> None: ...
+
+    trainer.model.forward = stock
+    with monkeypatch.context() as patch:
+        patch.setattr(trl.trainer.utils, "add_fused_lm_head", with_top_k)
+        refused(trainer, "expected top_k = 0 in the fused head")
+        patch.delattr(trl.trainer.utils, "add_fused_lm_head")
+        refused(trainer, r"expected add_fused_lm_head in trl\.trainer\.utils")
+    rloo = make_other(RLOOTrainer, folder, num_generations=4)
+    score = rloo._get_per_token_logps_and_entropies
+    with monkeypatch.context() as patch:
+        patch.delattr(rloo, "_buffered_inputs")
+        patch.setattr(rloo, score.__name__, lambda model, ids: None)
+        refused(rloo, r"expected \S+\(model, input_ids, .*, compute_entropy, \.\.\.\), _buffered_inputs")
+    trl.trainer.utils.add_fused_lm_head(trainer.model, outputs=("log_probs", "support"))
+    with pytest.raises(UserError, match="fused head: support: trees lack this output; install an earlier"):
+        treeify(trainer)
+
+
+def test_an_untested_trl_gives_one_warning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hugging_face, "version", lambda _: "1.19.0")
+    for beta in (0.0, 0.1):  # the second trainer has a reference model
+        treeify(make_other(RLOOTrainer, folder, num_generations=4, beta=beta))
+    message = "treeify: trl 1.19.0 has not been tested, trl 1.15 and 1.16 have been; compare some steps"
+    assert [record.message for record in caplog.records if "treeify" in record.message] == [message]
+
+
+def test_rows_in_a_training_step_are_refused(folder: Path) -> None:
+    """A trainer that does not call the fused head would train without trees."""
+    trainer = make_other(SFTTrainer, folder)
+    treeify(trainer)
+    ids = torch.randint(3, 64, (2, 9))
+    with pytest.raises(UserError, match="expected fused_lm_head = True in training on trees, got a call on"):
+        trainer.model.train()(input_ids=ids, labels=ids)
+    with torch.no_grad():
+        assert trainer.model(input_ids=ids, labels=ids).logits.shape == (2, 9, 64)
 
 
 def test_partitions_that_cannot_run_are_refused(folder: Path) -> None:

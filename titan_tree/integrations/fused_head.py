@@ -56,6 +56,8 @@ class FusedHead:
         temperature: float,
         outputs: tuple[str, ...],
     ) -> None:
+        if unknown := ", ".join(sorted(set(outputs) - TreeOutput.__annotations__.keys())):
+            raise UserError(f"fused head: {unknown}: trees lack this output; install an earlier trl")
         self.view, self.forests, self.log, self.temperature = view, forests, log, temperature
         self.entropy = "entropy" in outputs
         self.statistics: Any = [name for name in outputs if name not in ("log_probs", "entropy")]

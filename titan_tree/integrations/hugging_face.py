@@ -2,7 +2,7 @@
 
     treeify(trainer)
 
-TRL 1.16 scores rows by one call, ``model(input_ids, attention_mask, labels, fused_lm_head=True)``. titan_tree
+TRL scores rows by one call, ``model(input_ids, attention_mask, labels, fused_lm_head=True)``. titan_tree
 answers this call with a forward pass over the forest of the rows (fused_head.py). The Trainer of transformers
 is made to use the same call. GRPO and RLOO score all rows of an optimizer step at once (step_forests.py).
 Losses, metrics, generation, PEFT and checkpoints stay those of the trainer.
@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
@@ -36,7 +38,11 @@ except ImportError as error:
         "'titan_tree[trl]'"
     ) from None
 
-TRL = "1.16.0"
+logger = logging.getLogger(__name__)
+
+TESTED_TRL = ("1.15", "1.16")  # what the tests have run
+# The options with which TRL adds its fused head to a model. Another one must have its default.
+HEAD_OPTIONS = ("temperature", "cast_lm_head_to_fp32", "outputs")
 MIXED_PRECISION = {"no": None, "bf16": torch.bfloat16}
 # Settings of a trainer's arguments that must be off: why, and what to do.
 REFUSED_SETTINGS = {
@@ -67,8 +73,9 @@ def treeify(trainer: Any, max_tokens: int | None = None, compile: bool | None = 
     """Makes a trainer score its rows on token trees. Call it once, before ``trainer.train()``.
 
     It replaces the forward method of the trainer's model, and of its reference model, for calls of the fused
-    head. All other calls, such as those of ``generate``, run as before. Logs get two more metrics, the means
-    over forward passes of this rank: tree/row_tokens and tree/distinct_tokens.
+    head. All other calls, such as those of ``generate``, run as before, but are refused in a training step.
+    Logs get two more metrics, the means over forward passes of this rank: tree/row_tokens and
+    tree/distinct_tokens.
 
     Args:
         trainer: transformers.Trainer with a causal language model and its own loss, or TRL's trainer of SFT,
@@ -120,13 +127,11 @@ def _has_stock_loss(trainer: Any) -> bool:
 
 def _head_options(trainer: Any, model: Any) -> dict[str, Any]:
     """Returns the temperature and the outputs of the fused head, which TRL has added to its models."""
-    fused = getattr(model, "_original_forward", model.forward)  # accelerate may have wrapped it
-    options = inspect.getclosurevars(fused).nonlocals
-    if "cast_lm_head_to_fp32" in options:
-        if (installed := version("trl")) != TRL:
-            raise UserError(
-                f"treeify: expected trl {TRL}, got {installed}; run pip install 'titan_tree[trl]'"
-            )
+    forward = getattr(model, "_original_forward", model.forward)  # accelerate may have wrapped it
+    forward = inspect.unwrap(forward, stop=_is_fused)
+    if _is_fused(forward):
+        options = inspect.getclosurevars(forward).nonlocals if inspect.isroutine(forward) else {}
+        _check_trl(trainer, options)
         if options["cast_lm_head_to_fp32"]:
             raise UserError(
                 "cast_lm_head_to_fp32: expected False on trees, whose logits are fp32 in any case"
@@ -134,8 +139,9 @@ def _head_options(trainer: Any, model: Any) -> dict[str, Any]:
         return {"temperature": options["temperature"], "outputs": options["outputs"]}
     if not _has_stock_loss(trainer):
         raise UserError(
-            f"treeify: {type(trainer).__name__}: expected a trainer of transformers, or of TRL for SFT, DPO, "
-            "KTO, GRPO or RLOO; others have losses of their own, so train them without treeify"
+            f"treeify: {type(trainer).__name__}: expected a trainer of transformers, or of TRL "
+            f"{TESTED_TRL[0]} or later for SFT, DPO, KTO, GRPO or RLOO, whose model takes fused_lm_head; "
+            "others have losses of their own, so train them without treeify"
         )
     loss = getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
     if loss != "ForCausalLMLoss":
@@ -146,12 +152,54 @@ def _head_options(trainer: Any, model: Any) -> dict[str, Any]:
     return {"temperature": 1.0, "outputs": ("log_probs",)}
 
 
+def _is_fused(forward: Callable[..., object]) -> bool:
+    return "fused_lm_head" in inspect.signature(forward, follow_wrapped=False).parameters
+
+
+def _check_trl(trainer: Any, options: Mapping[str, object]) -> None:
+    """Raises UserError if TRL lacks what treeify reads and replaces. Warns if no test has run its version.
+
+    Args:
+        options: the options of the fused head, and whatever else it reads, by name.
+    """
+    add_head = getattr(import_module("trl.trainer.utils"), "add_fused_lm_head", None)
+    unmet = [] if add_head else ["add_fused_lm_head in trl.trainer.utils"]
+    unmet += [f"{name} in the fused head" for name in HEAD_OPTIONS if name not in options]
+    for name, option in inspect.signature(add_head).parameters.items() if add_head else ():
+        if name not in ("model", *HEAD_OPTIONS) and options.get(name, UserError) != option.default:
+            unmet.append(f"{name} = {option.default} in the fused head")
+    if score := getattr(trainer, "_get_per_token_logps_and_entropies", None):
+        _, *wanted, _ = inspect.signature(StepForests.scores).parameters
+        if [*inspect.signature(score).parameters][: len(wanted)] != wanted:
+            unmet.append(f"{score.__name__}({', '.join(wanted)}, ...)")
+        unmet += [name for name in ("_buffered_inputs", "_step") if not hasattr(trainer, name)]
+    installed, tested = version("trl"), " and ".join(TESTED_TRL)
+    if unmet:
+        raise UserError(
+            f"treeify: trl {installed}: expected {', '.join(unmet)}, as in trl {tested}; run pip install "
+            f"'trl=={TESTED_TRL[-1]}.*'"
+        )
+    if ".".join(installed.split(".")[:2]) not in TESTED_TRL:
+        _warn(f"treeify: trl {installed} has not been tested, trl {tested} have been; compare some steps")
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    """Warns once, however many models and trainers there are."""
+    logger.warning(message)
+
+
 def _add_head(model: Any, head: FusedHead) -> None:
     """Lets ``head`` answer the calls of the fused head of a model of transformers."""
     stock = model.forward
 
     @functools.wraps(stock)  # ``generate`` and Trainer read the signature
     def forward(*args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not fused_lm_head and model.training and torch.is_grad_enabled():
+            raise UserError(
+                "model: expected fused_lm_head = True in training on trees, got a call on rows; use a loss "
+                "of the trainer, and torch.no_grad() for other calls"
+            )
         return head(*args, **kwargs) if fused_lm_head else stock(*args, **kwargs)
 
     model.forward = forward
@@ -205,10 +253,10 @@ def _check_trainer(trainer: Any) -> None:
             f"{type(trainer).__name__}: {setting}: expected {expected} on trees, got {got}: {reason}"
         )
 
-    if hasattr(trainer, "rollout_queue"):
+    if "AsyncGRPOTrainer" in (cls.__name__ for cls in type(trainer).__mro__):
         raise UserError(
-            f"treeify: {type(trainer).__name__}: TRL's asynchronous trainers compute on trees by themselves; "
-            "call train() without treeify"
+            f"treeify: {type(trainer).__name__}: TRL's AsyncGRPOTrainer computes on trees by itself; call "
+            "train() without treeify"
         )
     for name, reason in REFUSED_SETTINGS.items():
         if value := getattr(trainer.args, name, None):
