@@ -108,8 +108,8 @@ def test_the_loss_equals_that_of_every_path_alone(name, reduction):
     for seed, edges in itertools.product(range(4), ["all", "loss"]):
         paths = random_paths(seed)
         rollouts = [paths[:3], paths[3:7]]  # one of them has paths in both trees; the other paths are alone
-        for rollout in rollouts:
-            TokenPath.join_rollout(rollout)
+        for i, rollout in enumerate(rollouts):
+            TokenPath.join_rollout(rollout, f"rollout {i}")
         trees = [TokenTree.from_paths(paths[:5]), TokenTree.from_paths(paths[5:])]
         factors, z = token_factors(reduction, trees, rollouts)
         if reduction in COUNT_ONCE:
@@ -267,7 +267,7 @@ def test_a_path_without_weight_changes_nothing_even_if_its_ratio_overflows(name)
 def test_all_turns_of_a_rollout_share_one_denominator():
     """One rollout counts 1 and 3 tokens in its two turns; another one counts 2 tokens."""
     turns = [TokenPath([1, 2]), TokenPath([1, 2, 3, 4, 5], loss_mask=[0, 0, 1, 1, 1])]
-    TokenPath.join_rollout(turns)
+    TokenPath.join_rollout(turns, "turns")
     assert [path.rollout_tokens for path in turns] == [4, 4]
     other = TokenPath([9, 8, 7])
     batch = TreeBatch.from_trees([TokenTree.from_paths(turns), TokenTree.from_paths([other])])

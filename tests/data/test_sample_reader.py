@@ -387,6 +387,13 @@ def test_only_the_longest_path_and_its_prefixes_are_the_rollout_that_is_trained(
         assert sum(path.rollout_share for path in paths) == pytest.approx(1)
 
 
+def test_every_rollout_has_a_name_of_its_own(tmp_path):
+    samples = [{"tokens": [1, n], "rollout_id": name} for n, name in enumerate(("a", None, "a", 1))]
+    file = write(tmp_path / "f", {"id": "g", "trajectories": samples})
+    ((_, paths),) = read(file)
+    assert [path.rollout for path in paths] == ["g/a", "g#1", "g/a", "g/1"]
+
+
 def test_only_all_paths_of_preference_data_are_read(tmp_path):
     pair = [{"tokens": [1, 2], "preference": "chosen"}, {"tokens": [1, 3, 4], "preference": "rejected"}]
     file = write(tmp_path / "pairs.jsonl", {"tokens": [1, 2]}, {"trajectories": pair})

@@ -10,6 +10,7 @@ from tests.support.policy_losses import LOSSES, reduced
 from titan_tree.components.tree_loss.corrections import KLPenalty, RolloutCorrection
 from titan_tree.components.tree_loss.loss import TreeLoss
 from titan_tree.engine.tree_step import TreeStep
+from titan_tree.errors import UserError
 from titan_tree.models.pretrained import build_model
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
@@ -86,6 +87,54 @@ def test_a_step_equals_transformers_on_every_path(model, case):
     assert ("ess" in metrics[0]) == corrects
     if corrects:
         assert 0 < metrics[0]["ess"] < 1
+
+
+def of_rollouts(hf, rollouts, formula, is_mean):
+    """Returns the loss of rollouts with one ratio each, and gradients by name.
+
+    It is the mean of rollouts' means, or else the sum over tokens, divided by the paths' weights.
+    """
+    total, z = 0.0, 0.0
+    for paths in rollouts:
+        n = torch.cat([path_logprobs(hf, path) for path in paths])
+        fields = [np.concatenate([getattr(path, name)[1:] for path in paths]) for name in FIELDS]
+        o, f, b, a, m = (torch.from_numpy(values).double() for values in fields)
+        weight = np.concatenate([np.full(len(path) - 1, path.weight) for path in paths])
+        if m.sum():
+            counted = m.sum().item() if is_mean else 1.0
+            total = total + (torch.from_numpy(weight) * m * formula(n, o, f, b, a, m)).sum() / counted
+            z += (weight * m.numpy()).sum() / counted if is_mean else 0.0
+        z += 0.0 if is_mean else sum(path.weight for path in paths)
+    hf.zero_grad(set_to_none=True)
+    (total / z).backward()
+    return (total / z).item(), {name.removeprefix("model."): p.grad for name, p in hf.named_parameters()}
+
+
+@pytest.mark.parametrize("case", ["gspo", "gspo_token", "luspo", "gmpo", "vespo"])
+def test_a_step_with_one_ratio_per_rollout_equals_transformers(case):
+    """In float64, in one pass and in partitions, with rollouts in two micro-batches."""
+    options, _, formula = LOSSES[case]
+    hf = hf_model(tied=True, dtype=torch.float64)
+    groups = random_groups(7)  # several trees
+    add_fields(hf, flat(groups), seed=0)
+    rollouts = [paths[start::3] for paths in groups for start in range(3)]
+    for number, paths in enumerate(rollouts):
+        TokenPath.join_rollout(paths, str(number))
+    want_loss, want = of_rollouts(hf, rollouts, formula, is_mean=case != "luspo")
+    reduction = "path_mean" if case == "luspo" else "rollout_token_mean"
+    loss = TreeLoss(case, reduction, sequence="rollout", **options)
+    trees = [TokenTree.from_paths(paths) for paths in groups]
+    mine = tree_model(hf)
+    for partitioner in (None, RandomCuts(0.3, 0)):
+        mine.zero_grad(set_to_none=True)
+        step = TreeStep(mine, loss, "cpu", partitioner)
+        result = step.run(step.prepare([trees[:1], trees[1:]]))
+        assert result.counts.is_partitioned == (partitioner is not None)
+        assert result.loss.item() == pytest.approx(want_loss, rel=1e-6)
+        for parameter, p in mine.named_parameters():
+            assert relative_error(p.grad, want[parameter]) < 1e-6, parameter
+    with pytest.raises(UserError, match=r"^loss\.sequence: expected all paths of each rollout"):
+        step.run(step.prepare([[TokenTree.from_paths([path])] for path in flat(groups)]))
 
 
 def test_whitening_counts_tokens_by_their_weights():

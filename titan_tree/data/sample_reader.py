@@ -175,7 +175,7 @@ class SampleReader:
             return list(paths)
         with errors_at(group.records[0][0]):
             chosen = longest_path(paths)
-        TokenPath.join_rollout(chosen)  # other samples of the rollout are not trained
+        TokenPath.join_rollout(chosen, group.id)  # other samples of the rollout are not trained
         return chosen
 
     def problems(self) -> tuple[list[UserError], int]:
@@ -258,8 +258,8 @@ class SampleReader:
                 name = record_name(trajectory.record, "rollout_id")
             trajectories.append((trajectory, paths))
             rollouts[number if name is None else name] += paths
-        for members in rollouts.values():
-            TokenPath.join_rollout(members)
+        for key, members in rollouts.items():
+            TokenPath.join_rollout(members, f"{group.id}{'#' if isinstance(key, int) else '/'}{key}")
         if self.config.advantage != "given":
             self._set_advantages(trajectories)
         return trajectories

@@ -128,7 +128,7 @@ class Rollout:
             )
             for i, (start, end) in enumerate(zip(self.contexts, ends, strict=True))
         ]
-        TokenPath.join_rollout(paths)
+        TokenPath.join_rollout(paths, name)
         return paths
 
     def end(self, reward: float, is_cut_off: bool = False) -> None:

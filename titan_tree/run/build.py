@@ -76,6 +76,7 @@ def build_loss(config: LossConfig) -> TreeLoss:
         kl=config.kl if config.kl.coefficient else None,
         correction=config.correction if config.correction.level != "off" else None,
         whiten=config.whiten,
+        sequence=config.sequence,
         **config.options,
     )
     config.reduction = loss.reduction

@@ -76,6 +76,9 @@ class PathPairs:
     is_mismatched: Tensor | None = None  # [P] bool: whether it is "mismatched"
     # [P] int64: number of the other path of the pair. None in a partition, or if the paths are not pairs.
     partner: Tensor | None = None
+    # [P] int64: number of the first path of the path's rollout. None in a partition, or if paths of a rollout
+    # are missing.
+    rollout: Tensor | None = None
 
     def of_edges(self, chosen: Tensor) -> PathPairs:
         """Returns the pairs of the edges that ``chosen`` [E] bool selects, which are numbered anew.
@@ -98,6 +101,7 @@ PER_PATH = (
     "is_chosen",
     "is_mismatched",
     "partner",
+    "rollout",
 )
 PER_PAIR = tuple(f.name for f in dataclasses.fields(PathPairs) if f.name not in (*PER_PATH, "edge"))
 
@@ -262,8 +266,9 @@ def _path_pairs(pairs: TreePairs, chosen: np.ndarray, own_number: np.ndarray, al
         all_paths: the batch contains paths without pairs, too.
     """
     num_paths = len(pairs.path_fields["weight"])
-    # A path's partner may run over no edge of this partition.
-    per_path = {name: pairs.path_fields[name] for name in pairs.path_fields if all_paths or name != "partner"}
+    # The other path that such a field names may run over no edge of this partition.
+    others = () if all_paths else ("partner", "rollout")
+    per_path = {name: values for name, values in pairs.path_fields.items() if name not in others}
     paths = np.arange(num_paths) if all_paths else np.unique(pairs.path[chosen])
     return PathPairs(
         edge=torch.from_numpy(own_number[pairs.edge[chosen]]),

@@ -72,6 +72,8 @@ def tree_pairs(tree: TokenTree, edges: Edges) -> tuple[TreeEdges, TreePairs]:
         path_fields |= _rollout_gaps(gap, fields["loss_mask"], path_of_pair, len(paths))
     if any(path.preference for path in paths):
         path_fields |= _preferences(paths)
+    if (rollout := _rollouts(paths, loss_tokens)) is not None:
+        path_fields["rollout"] = rollout
     tree_edges, edge_of_pair = _edges(tree, chosen, path_of_pair, fields["loss_mask"] > 0)
     return tree_edges, TreePairs(edge_of_pair, path_of_pair, fields, path_fields)
 
@@ -117,6 +119,28 @@ def _rollout_gaps(
         "rollout_log_ratio": total(gap).astype(np.float32),
         "rollout_divergence": np.stack(columns, axis=1).astype(np.float32),
     }
+
+
+def _rollouts(paths: Sequence[TokenPath], loss_tokens: np.ndarray) -> np.ndarray | None:
+    """Returns [P] int64: the number of the first path of each path's rollout.
+
+    A rollout is complete as soon as the loss counts ``rollout_tokens`` of its tokens. A name may then begin
+    another rollout, as a group may occur twice. The result is None if a rollout is not complete.
+    """
+    numbers = np.arange(len(paths))
+    first: dict[str | int, int] = {}
+    missing: dict[str | int, float] = {}  # loss tokens that are yet to come, of rollouts that have begun
+    for number, (path, own) in enumerate(zip(paths, loss_tokens.tolist(), strict=True)):
+        if path.rollout_tokens is None or not own:
+            continue  # a rollout of its own, or nothing that a ratio counts
+        name = number if path.rollout is None else path.rollout
+        if name not in missing:
+            first[name], missing[name] = number, path.rollout_tokens
+        missing[name] -= own
+        numbers[number] = first[name]
+        if abs(missing[name]) <= 1e-6 * path.rollout_tokens:
+            del missing[name]
+    return None if missing else numbers
 
 
 def _preferences(paths: Sequence[TokenPath]) -> dict[str, np.ndarray]:

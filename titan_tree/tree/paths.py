@@ -96,6 +96,7 @@ class TokenPath:
         rollout_tokens: sum of ``loss_tokens`` over all paths of the rollout that this path is part of, see
             ``join_rollout``. Default: this path is a rollout of its own. For the reduction
             "rollout_token_mean".
+        rollout: name of this rollout, see ``join_rollout``. For losses with one ratio per rollout.
         images: (index of the image's first token, Image) of each image, in order. An image takes the place
             of ``len(image)`` tokens, which all have one placeholder id and loss mask 0. Paths share image
             tokens if they are the same part of equal images, see tree/images.py. Stored as a tuple.
@@ -121,6 +122,7 @@ class TokenPath:
     temperature: float
     policy_version: np.ndarray | None
     rollout_tokens: float | None
+    rollout: str | None
     preference: str | None
     pair: str | None
     edge_weight: np.ndarray | None = field(init=False)
@@ -149,8 +151,9 @@ class TokenPath:
         shifted_ref_logprobs: Logprobs | None = None,
         shifted_rollout_logprobs: Logprobs | None = None,
         images: Sequence[tuple[int, Image]] | None = None,
+        rollout: str | None = None,
     ) -> None:
-        self.id, self.edge_weight, self.is_first = id, None, None
+        self.id, self.rollout, self.edge_weight, self.is_first = id, rollout, None, None
         with self._named_errors():
             self.tokens = token_array(tokens)
             size = len(self.tokens)
@@ -200,11 +203,15 @@ class TokenPath:
         return loss_tokens / (self.rollout_tokens or loss_tokens) if loss_tokens else 0.0
 
     @staticmethod
-    def join_rollout(paths: Sequence[TokenPath]) -> None:
-        """Makes ``paths`` the samples of one rollout: sets the ``rollout_tokens`` of each to their sum."""
+    def join_rollout(paths: Sequence[TokenPath], name: str) -> None:
+        """Makes ``paths`` the samples of one rollout: sets the ``rollout_tokens`` of each to their sum.
+
+        Args:
+            name: becomes their ``rollout``. Other rollouts of the micro-batch have other names.
+        """
         total = sum(path.loss_tokens for path in paths)
         for path in paths:
-            path.rollout_tokens = total
+            path.rollout_tokens, path.rollout = total, name
 
     def set_preference(self, preference: object, pair: str | None) -> None:
         """Sets the preference, one of ``PREFERENCES``, and the name of the pair.

@@ -60,7 +60,7 @@ def trees_of(seed: int, replays: bool) -> list[TokenTree]:
     for number, path in enumerate(paths):
         path.id = f"p{number}"
     for group in groups:
-        TokenPath.join_rollout(group[::2])
+        TokenPath.join_rollout(group[::2], group[0].id)
     trees = [TokenTree.from_paths(group, "majority" if replays else "off") for group in groups]
     for tree in trees:
         tree.weigh_edges()

@@ -80,10 +80,10 @@ class RolloutCorrection(Checked, table="loss.correction"):
     estimate of KL(rollout || old), which is 0 where both policies agree.
     """
 
-    # What the weight w = p_old / p_rollout belongs to: a "token", or its path. Over the counted tokens of a
-    # path, "sequence" multiplies ratios and adds estimates, "geometric" takes the geometric mean of ratios
-    # and the mean of estimates, and "max" takes the largest estimate ("k2" or "k3"). "off": all weights are
-    # 1.
+    # What the weight w = p_old / p_rollout belongs to: a "token", or its path (its rollout with loss.sequence
+    # = "rollout"). Over the counted tokens of a path, "sequence" multiplies ratios and adds estimates,
+    # "geometric" takes the geometric mean of ratios and the mean of estimates, and "max" takes the largest
+    # estimate ("k2" or "k3"). "off": all weights are 1.
     level: Literal["off", "token", "sequence", "geometric", "max"] = "token"
     # "truncate" clamps weights to [low, high] (truncated importance sampling), "mask" sets those outside to 0
     # (masked importance sampling; IcePop, arXiv:2510.18855), and "reject" also sets those inside to 1.

@@ -37,7 +37,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -133,6 +133,8 @@ class TreeLoss:
         correction: weights for the mismatch of rollout_logprobs and old_logprobs; None: all weights are 1.
         whiten: normalize advantages over the tokens of the global batch: subtract their mean and divide by
             their standard deviation (TreePO, arXiv:2508.17445; REINFORCE++, arXiv:2501.03262).
+        sequence: what has one ratio, in losses of whole paths and in the correction: a "path", or all paths
+            of a "rollout", which must then be in one micro-batch.
         options: keyword arguments of the loss function.
 
     Raises:
@@ -147,13 +149,16 @@ class TreeLoss:
         kl: KLPenalty | None = None,
         correction: RolloutCorrection | None = None,
         whiten: bool = False,
+        sequence: Literal["path", "rollout"] = "path",
         **options: float,
     ) -> None:
-        self.spec = LossSpec.of(name)
+        self.spec, self.sequence = LossSpec.of(name), sequence
         self.name, self.entropy, self.options = name, entropy, options
         self.reduction: Reduction = reduction or self.spec.reduction or "path_mean"
         self.kl, self.correction, self.whiten = kl, correction, whiten
         _check(self)
+        if sequence == "rollout":
+            self.spec = dataclasses.replace(self.spec, needs_whole_paths=True, compares_paths=True)
 
     @property
     def needs_reference(self) -> bool:
@@ -351,6 +356,8 @@ class TreeLoss:
             options[measurement.option] = measurement.mean(sums)
         if self.kl and self.kl.as_reward:
             pairs, extra["ref_kl"] = self.kl.penalize_rewards(pairs)
+        if self.sequence == "rollout":
+            pairs = by_rollout(pairs)
         if self.correction is None:
             losses, metrics = call_loss(self.name, self.spec.function, path_logprobs, pairs, options)
             return losses, metrics | extra
@@ -380,6 +387,13 @@ def _check(loss: TreeLoss) -> None:
             f"loss.reduction: expected {loss.spec.reduction!r}, which is part of the loss {loss.name!r}, got "
             f"{loss.reduction!r}"
         )
+    has_ratio = loss.spec.needs_whole_paths and not loss.spec.reads_preferences
+    corrects_paths = loss.correction is not None and loss.correction.level != "token"
+    if loss.sequence not in ("path", "rollout" if has_ratio or corrects_paths else "path"):
+        raise UserError(
+            f"loss.sequence: expected 'path' for the loss {loss.name!r}, or 'rollout' for a loss or a "
+            f"loss.correction.level with one ratio per path, such as 'gspo', got {loss.sequence!r}"
+        )
     if not isinstance(loss.kl, KLPenalty | None):
         raise UserError(f"loss.kl: expected a KLPenalty, got {loss.kl!r}; pass KLPenalty(coefficient)")
     if loss.correction and loss.spec.corrects_rollout:
@@ -387,6 +401,33 @@ def _check(loss: TreeLoss) -> None:
             f"loss.correction: expected none for the loss {loss.name!r}, which reads rollout_logprobs "
             "itself; set loss.correction.level = 'off'"
         )
+
+
+def by_rollout(pairs: PathPairs) -> PathPairs:
+    """Returns the pairs with all paths of a rollout as one: ``path`` and sums over a path are the rollout's.
+
+    A token that several paths of a rollout count stays as many pairs. Slots of other paths have no pairs.
+
+    Raises:
+        UserError: a rollout is not complete.
+    """
+    if (first := pairs.rollout) is None:
+        raise UserError(
+            "loss.sequence: expected all paths of each rollout in one micro-batch, got other numbers of loss "
+            "tokens than their rollout_tokens; set data.layout = 'tree' and data.merge = 'group', or join "
+            "each rollout with TokenPath.join_rollout(paths, name)"
+        )
+
+    def total(values: Tensor) -> Tensor:
+        return torch.zeros_like(values).index_add(0, first, values)
+
+    summed = {name: getattr(pairs, name) for name in ("weight", "loss_tokens", "rollout_log_ratio")}
+    joined = {name: total(values) for name, values in summed.items() if values is not None}
+    if (divergence := pairs.rollout_divergence) is not None:
+        sums, (low, high) = total(divergence[:, :2]), divergence[:, 2:].unbind(1)
+        ends = low.scatter_reduce(0, first, low, "amin"), high.scatter_reduce(0, first, high, "amax")
+        joined["rollout_divergence"] = torch.cat([sums, torch.stack(ends, 1)], 1)
+    return dataclasses.replace(pairs, path=first[pairs.path], **joined)
 
 
 def whitened(pairs: PathPairs, moments: Moments | None = None) -> PathPairs:

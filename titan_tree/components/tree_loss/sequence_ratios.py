@@ -1,6 +1,7 @@
 """Policy-gradient losses with one ratio per path: gspo, gspo_token, luspo, gmpo and vespo.
 
-They take and return what those of token_losses.py do. A token's loss depends on all tokens of its path.
+They take and return what those of token_losses.py do. A token's loss depends on all tokens of its path. With
+``TreeLoss(sequence="rollout")``, the pairs have one path per rollout, see ``by_rollout``.
 """
 
 from __future__ import annotations

@@ -72,6 +72,8 @@ class LossConfig(Checked, table="loss"):
     # "path_mean" if the loss has none of its own.
     reduction: Reduction | None = setting(None, one_of(*get_args(Reduction)))
     entropy: float = setting(0.0, finite)  # Coefficient of an entropy bonus.
+    # What has one ratio, in losses of whole paths and loss.correction: a "path", or all paths of a "rollout".
+    sequence: Literal["path", "rollout"] = "path"
     whiten: bool = False  # Normalize advantages over the tokens of the global batch (TreePO, REINFORCE++).
     options: dict[str, Any] = setting({})  # Numbers that the loss function takes, such as a clip range.
     kl: KLPenalty = field(default_factory=KLPenalty)
