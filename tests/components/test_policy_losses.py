@@ -9,8 +9,10 @@ import torch
 from tests.components.test_tree_loss import edge_table, edges_of, random_paths
 from tests.support.cases import for_each, slow_except
 from tests.support.policy_losses import LOSSES, gspo, ppo, reduced
+from titan_tree.components.tree_loss import ratios
 from titan_tree.components.tree_loss.corrections import KLPenalty, RolloutCorrection
 from titan_tree.components.tree_loss.loss import TreeLoss
+from titan_tree.components.tree_loss.ratios import kl_estimate
 from titan_tree.components.tree_loss.settings import LOSSES as NAMES
 from titan_tree.components.tree_loss.settings import LossConfig
 from titan_tree.components.tree_loss.spec import LossSpec
@@ -200,26 +202,73 @@ def test_metrics_are_means_over_counted_tokens():
 
 @pytest.mark.parametrize("dtype", slow_except([torch.float32], [torch.float32, torch.float64]))
 @pytest.mark.parametrize("case", LOSSES)
-def test_extreme_ratios_are_never_nan(case, dtype):
-    """Where the loss has a bound, it is finite."""
+def test_extreme_ratios_are_finite(case, dtype):
+    """The loss, its gradient and all metrics."""
     options, reduction, _ = LOSSES[case]
     penalty = KLPenalty(0.1, "k3", importance=True)
     for correction in (None, RolloutCorrection("sequence", "mask")):
         if case.startswith(("vespo", "decoupled")) and correction:
             continue
         loss = TreeLoss(case.partition(",")[0], reduction, kl=penalty, correction=correction, **options)
-        for x in (-1e4, -200.0, -30.0, 30.0, 200.0, 1e4):
+        for x in (-1e4, -1000.0, -100.0, -30.0, 30.0, 100.0, 1000.0, 1e4):
             for advantage in (-2.0, 0.0, 1.5):
                 old = -1.0 if x <= 0 else -1.0 - x
                 fields = {"old_logprobs": [0, old], "ref_logprobs": [0, -2], "rollout_logprobs": [0, -1]}
                 path = TokenPath([1, 2], advantage=advantage, **fields)
                 batch = TreeBatch.from_trees([TokenTree.from_paths([path])])
                 logprobs = torch.tensor([old + x], dtype=dtype, requires_grad=True)
-                value, _ = loss(logprobs, batch, 1.0)
+                value, metrics = loss(logprobs, batch, 1.0)
                 (gradient,) = torch.autograd.grad(value, logprobs)
-                assert not torch.stack([value, *gradient]).isnan().any(), (x, advantage)
-                if x < 0:
-                    assert torch.stack([value, *gradient]).isfinite().all(), (x, advantage)
+                numbers = torch.stack([value, *gradient, *metrics.values()])
+                assert numbers.isfinite().all(), (x, advantage, metrics)
+
+
+@pytest.mark.parametrize("importance", [False, True])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_estimates_of_kl_are_finite_and_exact_up_to_the_bound(estimator, importance):
+    """k3 has its value at -20 below -20, without gradient; the penalty k3 ends at 10."""
+    exact = {
+        "k1": lambda d: (d, 1.0),
+        "k2": lambda d: (d * d / 2, d),
+        "k3": lambda d: (math.expm1(-max(d, -20.0)) + max(d, -20.0), 0.0 if d < -20 else -math.expm1(-d)),
+    }[estimator]
+    unbounded = {"k1": lambda d: d, "k2": lambda d: d.square() / 2, "k3": lambda d: (-d).expm1() + d}[
+        estimator
+    ]
+    for x in (-1000.0, -100.0, -30.0, -20.0, -13.5, -0.3, 0.0, 1e-6, 0.3, 13.5, 20.0, 30.0, 100.0, 1000.0):
+        d = torch.tensor([x], requires_grad=True)
+        value = kl_estimate(estimator, d)
+        (gradient,) = torch.autograd.grad(value, d)
+        assert value.item() == pytest.approx(exact(d.item())[0], rel=1e-6, abs=1e-12)
+        assert gradient.item() == pytest.approx(exact(d.item())[1], rel=1e-6, abs=1e-7)
+        if abs(x) <= 20:
+            assert torch.equal(value, unbounded(d))
+            assert torch.equal(gradient, torch.autograd.grad(unbounded(d), d)[0])
+        path = TokenPath([1, 2], old_logprobs=[0, min(-x, 0) - 1], ref_logprobs=[0, min(-x, 0) - 1])
+        batch = TreeBatch.from_trees([TokenTree.from_paths([path])])
+        logprobs = (batch.pairs.ref_logprobs + x).requires_grad_()
+        penalty = KLPenalty(1.0, estimator, importance).estimate(logprobs, batch.pairs)
+        (gradient,) = torch.autograd.grad(penalty.sum(), logprobs)
+        assert torch.cat([penalty, gradient]).isfinite().all(), x
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_up_to_the_bound_every_bit_is_that_of_the_ratio(case, monkeypatch):
+    """The loss and the gradient, against the same code with a bound that no ratio reaches."""
+    options, reduction, _ = LOSSES[case]
+
+    def results():
+        loss = TreeLoss(case.partition(",")[0], reduction, kl=KLPenalty(0.1, importance=True), **options)
+        found = []
+        for seed in range(3):
+            paths, batch, logprobs = forest(seed)
+            value, metrics = loss(logprobs, batch, loss.normalizer(paths))
+            found += [value.detach(), torch.autograd.grad(value, logprobs)[0], *metrics.values()]
+        return found
+
+    bounded = results()
+    monkeypatch.setattr(ratios, "MAX_LOG_RATIO", 80.0)
+    assert all(map(torch.equal, bounded, results()))
 
 
 @for_each("case", [case for case in LOSSES if case != "distill"])

@@ -13,12 +13,14 @@ from tests.support.optimizers import plain_state
 from tests.support.processes import as_rank, run_ranks
 from tests.support.tiny_run import read_metrics, tiny_config, train
 from titan_tree.components.tree_loss.loss import TreeLoss, register_loss
+from titan_tree.components.tree_loss.spec import LossSpec
 from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.pretrained import build_model
 from titan_tree.run.config import Config
 from titan_tree.run.trainer import Trainer
+from titan_tree.tree.batch import PathPairs
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
@@ -26,12 +28,20 @@ PROMPT = [1, 2, 3, 4]
 ORDERED: dict[str, Any] = {
     "data__shuffle_buffer": 0,
     "data__global_batch_groups": 1,
-    "loss__name": "ppo",
+    "loss__name": f"{__name__}:unbounded",
     "training__steps": 4,
 }
-# PPO does not clip a large ratio if the advantage is negative: the loss is infinite.
 INFINITE = {"old_logprobs": [0, 0, 0, 0, -1e4, -1e4], "advantage": -1.0}
 EMPTY = {"loss_mask": [0] * 6}
+
+
+def unbounded(logprobs: torch.Tensor, pairs: PathPairs) -> torch.Tensor:
+    """Overflows. The losses of the package bound their ratios."""
+    assert pairs.advantage is not None
+    return -pairs.advantage * (logprobs - pairs.old_logprobs).exp()
+
+
+unbounded_paths = LossSpec(unbounded, needs_whole_paths=True)
 
 
 def write_steps(path: Path, *changes: dict[str, Any]) -> Path:
@@ -72,7 +82,7 @@ def state(trainer: Trainer) -> list[torch.Tensor]:
         {"optimizer__name": "adamw8bit", "model__overrides__intermediate_size": 128},
         {"model__name": "qwen3_moe", "router_bias__rate": 0.01, "router_loss__balance": 0.1},
         {"data__max_tokens": 6, "partition__strategy": "redundancy_free"},
-        {"data__max_tokens": 6, "loss__name": "gspo", "training__dtype": "bfloat16"},
+        {"data__max_tokens": 6, "loss__name": f"{__name__}:unbounded_paths", "training__dtype": "bfloat16"},
     ],
     ids=["dense", "8-bit", "experts", "partitions", "whole paths"],
 )
@@ -147,7 +157,7 @@ def test_a_run_in_which_no_step_trains_ends_with_an_error(tmp_path: Path) -> Non
 
 # Two ranks: only the second group of a step, which rank 1 trains on, is bad.
 PAIRS: dict[str, dict[str, Any]] = {
-    "whole paths": {"data__max_tokens": 6, "loss__name": "gspo"},
+    "whole paths": {"data__max_tokens": 6, "loss__name": f"{__name__}:unbounded_paths"},
     "experts": {"model__name": "qwen3_moe", "router_bias__rate": 0.01, "parallel__expert_parallel": 2},
 }
 

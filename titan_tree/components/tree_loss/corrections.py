@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from titan_tree.components.tree_loss.ratios import field, kl_estimate
+from titan_tree.components.tree_loss.ratios import bounded_exp, field, kl_estimate
 from titan_tree.config.checks import Checked, at_least, finite, require, setting
 from titan_tree.tree.pairs import MAX_LOG_RATIO
 
@@ -50,18 +50,16 @@ class KLPenalty(Checked, table="loss.kl"):
         log_ratio = logprobs - field(pairs, "ref_logprobs")
         if not self.importance:
             return self._bounded(log_ratio)
-        ratio = (logprobs - field(pairs, "old_logprobs")).clamp(max=MAX_LOG_RATIO).exp()
+        ratio = bounded_exp(logprobs - field(pairs, "old_logprobs"))
         if self.estimator != "k3":
             return ratio * kl_estimate(self.estimator, log_ratio)
         # The product of an overflowing k3 and a ratio of 0 would be NaN; p cancels in the overflowing part.
         from_old = field(pairs, "ref_logprobs") - field(pairs, "old_logprobs")
-        return from_old.clamp(max=MAX_LOG_RATIO).exp() + ratio * (log_ratio - 1)
+        return bounded_exp(from_old) + ratio * (log_ratio - 1)
 
     def _bounded(self, log_ratio: Tensor) -> Tensor:
-        if self.estimator != "k3":
-            return kl_estimate(self.estimator, log_ratio)
-        # An overflowing exponential would have the gradient 0 * inf.
-        return kl_estimate("k3", log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).clamp(max=MAX_K3)
+        estimate = kl_estimate(self.estimator, log_ratio)
+        return estimate.clamp(max=MAX_K3) if self.estimator == "k3" else estimate
 
     def penalize_rewards(self, pairs: PathPairs) -> tuple[PathPairs, Tensor]:
         """Returns the pairs with penalized advantages, and the estimate of KL(old || reference), [F]."""

@@ -1,13 +1,16 @@
 """What losses compute from log-probs: ratios of probabilities, estimates of KL divergence, sums over paths.
 
-F counts the (edge, path) pairs of a batch and P its paths. Log-probs are in nats.
+F counts the (edge, path) pairs of a batch and P its paths. Log-probs are in nats. Log-ratios in exponents are
+at most ``MAX_LOG_RATIO``; beyond it, the exponential has no gradient. fp32 overflows at 88.7.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from titan_tree.errors import UserError
+from titan_tree.tree.pairs import MAX_LOG_RATIO
 
 if TYPE_CHECKING:  # a configuration is checked without torch
     from torch import Tensor
@@ -54,13 +57,20 @@ def field(pairs: PathPairs, name: str) -> Tensor:
 def kl_estimate(estimator: str, log_ratio: Tensor) -> Tensor:
     """Returns an estimate of KL(p || q) per token, from log_ratio = log p - log q of tokens sampled from p.
 
-    k1 is unbiased, k2 has low variance, and k3 is unbiased and never negative (Schulman, 2020).
+    k1 is unbiased, k2 has low variance, and k3 is unbiased and never negative (Schulman, 2020). Below
+    -``MAX_LOG_RATIO``, k3 keeps its value there, without gradient.
     """
     if estimator == "k1":
         return log_ratio
     if estimator == "k2":
         return log_ratio.square() / 2
+    log_ratio = log_ratio.clamp(min=-MAX_LOG_RATIO)
     return (-log_ratio).expm1() + log_ratio
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """Returns e^log_ratio, at most e^20. Beyond this bound, there is no gradient."""
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
 def path_sum(values: Tensor, pairs: PathPairs) -> Tensor:
@@ -83,23 +93,24 @@ def clipped_surrogate(
 ) -> tuple[Tensor, Tensor]:
     """Returns the losses [F], and 1.0 wherever a bound is the loss and stops the gradient.
 
-    Where the gradient is 0, the exponential is not differentiated: it may overflow, and 0 * inf is NaN.
+    Where A < 0, the ratio is at most ``dual_clip``, or e^20 without it. Where the gradient is 0, the
+    exponential is not differentiated: it may overflow, and 0 * inf is NaN.
     """
     ratio = log_ratio.detach().exp()
     bound = ratio.clamp(1 - clip_low, 1 + clip_high)
     is_clipped = (bound - ratio) * advantage < 0
-    if dual_clip:
-        if not dual_clip >= 1 + clip_high:
-            raise UserError(
-                f"loss: dual_clip: expected 0 (off) or at least 1 + clip_high = {1 + clip_high:g}, got "
-                f"{dual_clip:g}"
-            )
-        is_bounded = (advantage < 0) & (ratio > dual_clip)
-        bound, is_clipped = bound.where(~is_bounded, dual_clip), is_clipped | is_bounded
+    if dual_clip and not dual_clip >= 1 + clip_high:
+        raise UserError(
+            f"loss: dual_clip: expected 0 (off) or at least 1 + clip_high = {1 + clip_high:g}, got "
+            f"{dual_clip:g}"
+        )
+    largest = dual_clip or math.exp(MAX_LOG_RATIO)
+    is_bounded = (advantage < 0) & (ratio > largest)
+    bound, is_clipped = bound.where(~is_bounded, largest), is_clipped | is_bounded
     ratio = log_ratio.where(~is_clipped & (advantage != 0), 0.0).exp()
     return -bound.where(is_clipped, ratio) * advantage, is_clipped.float()
 
 
 def ratio_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
     """Returns the metrics ratio, p / p_old, and old_kl, the k3 estimate of KL(old || new), [F] each."""
-    return {"ratio": log_ratio.exp(), "old_kl": kl_estimate("k3", -log_ratio)}
+    return {"ratio": bounded_exp(log_ratio), "old_kl": kl_estimate("k3", -log_ratio)}

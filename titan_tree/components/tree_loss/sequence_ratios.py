@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from titan_tree.components.tree_loss.ratios import (
+    bounded_exp,
     clipped_surrogate,
     field,
     path_mean,
@@ -44,7 +45,7 @@ def gspo(
     log_ratio = logprobs - field(pairs, "old_logprobs")
     path_log_ratio = path_mean(log_ratio, pairs)[pairs.path]
     loss, is_clipped = clipped_surrogate(path_log_ratio, field(pairs, "advantage"), clip_low, clip_high)
-    metrics = ratio_metrics(log_ratio) | {"ratio": path_log_ratio.exp()}
+    metrics = ratio_metrics(log_ratio) | {"ratio": bounded_exp(path_log_ratio)}
     return loss, metrics | {"clip_fraction": is_clipped}
 
 
@@ -61,7 +62,7 @@ def gspo_token(
     path_log_ratio = path_mean(log_ratio.detach(), pairs)[pairs.path]
     token_log_ratio = path_log_ratio + logprobs - logprobs.detach()
     loss, is_clipped = clipped_surrogate(token_log_ratio, field(pairs, "advantage"), clip_low, clip_high)
-    metrics = ratio_metrics(log_ratio) | {"ratio": path_log_ratio.exp()}
+    metrics = ratio_metrics(log_ratio) | {"ratio": bounded_exp(path_log_ratio)}
     return loss, metrics | {"clip_fraction": is_clipped}
 
 
@@ -91,8 +92,7 @@ def gmpo(logprobs: Tensor, pairs: PathPairs, clip_low: float = 0.4, clip_high: f
     clipped = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-clip_low, clip_high))
     path_log_ratio = path_mean(clipped, pairs)
     path_advantage = path_mean(advantage, pairs)
-    # Without an advantage there is no gradient, and the exponential may overflow.
-    loss = -torch.where(path_advantage == 0, 0.0, path_log_ratio).exp() * path_advantage
+    loss = -bounded_exp(path_log_ratio) * path_advantage
     is_clipped = (clipped != log_ratio) & (sign != 0)
     return loss[pairs.path], {"clip_fraction": is_clipped.float()} | ratio_metrics(log_ratio)
 

@@ -13,7 +13,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from titan_tree.components.tree_loss.ratios import clipped_surrogate, field, kl_estimate, ratio_metrics
+from titan_tree.components.tree_loss.ratios import (
+    bounded_exp,
+    clipped_surrogate,
+    field,
+    kl_estimate,
+    ratio_metrics,
+)
 from titan_tree.components.tree_loss.settings import LossFunction
 from titan_tree.components.tree_loss.spec import LossAndMetrics, LossSpec
 from titan_tree.errors import UserError
@@ -142,7 +148,7 @@ def sapo(
     log_ratio = logprobs - field(pairs, "old_logprobs")
     tau = torch.where(advantage > 0, tau_positive, tau_negative)
     # Beyond exp(20), the gate is 1 and flat. Its derivative would be 0 * inf.
-    gate = torch.sigmoid(tau * (log_ratio.clamp(max=20.0).exp() - 1)) * 4 / tau
+    gate = torch.sigmoid(tau * (bounded_exp(log_ratio) - 1)) * 4 / tau
     return -gate * advantage, ratio_metrics(log_ratio)
 
 
