@@ -28,7 +28,7 @@ class Parrot:
         (["rl.advantage_options={omega: 1}"], "rl.advantage_options.omega: 'spo' has no such option"),
         (["rl.advantage=group"], "rl.branches: expected 0, because rl.advantage = 'group' would take"),
         (["rl.async_steps=1"], "rl.async_steps: expected 0, because the sampler has no weights of its own"),
-        (["rl.async_steps=2"], "rl.async_steps: expected a number from 0 to 1"),
+        (["rl.async_steps=-1"], "rl.async_steps: expected at least 0, got -1"),
         (["data.replay=first"], "data.replay: expected 'off' without a server"),
         (["model.name=qwen3_moe", "data.replay=first"], "data.replay: expected 'off' without a server"),
         ([*SERVER, "data.replay=first"], "data.replay: expected 'off' for a model without experts"),

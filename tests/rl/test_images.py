@@ -191,7 +191,7 @@ def test_a_turn_ends_where_it_writes_a_placeholder():
 
 
 def test_samplers_without_images_are_refused():
-    with pytest.raises(UserError, match="Scripted: expected a sampler that reads images, because the env"):
+    with pytest.raises(UserError, match="the sampler: expected one that reads images, because the env"):
         played(Scripted(f"x{END}"))
 
 

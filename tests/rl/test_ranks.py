@@ -255,3 +255,17 @@ def test_two_ranks_with_two_servers_equal_one_rank_with_one(tmp_path: Path, name
     assert servers[0].version == servers[1].version
     assert all(server.samples for server in servers)
     assert sum(len(server.samples) for server in servers[:2]) == len(servers[2].samples)
+
+
+@pytest.mark.slow
+def test_ranks_update_their_servers_between_the_rounds_of_all_ranks(tmp_path: Path) -> None:
+    """With several steps ahead, the ranks sample at any time. Which version samples depends on it."""
+    more = ("rl.server.model=m", "rl.async_steps=2")
+    base = config(tmp_path, "two tasks", *more)
+    model = build_model(base.model.name, "debug", **base.model.overrides)
+    model.init_weights(base.training.seed)
+    with rollout_server(RolloutServer(model)) as url:
+        run_ranks(train_ranks, 2, 2, tmp_path, "two tasks", f"rl.server.url={url}", *more)
+    lags = [float(row["policy_lag"]) for row in rows(tmp_path)]
+    assert lags[0] == 0
+    assert all(0 < lag <= 2 for lag in lags[1:])

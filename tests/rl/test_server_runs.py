@@ -9,9 +9,11 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ from titan_tree.cli import main
 from titan_tree.components.lora import LoRA
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.lora.adapters import add_lora
+from titan_tree.rl.sampler import RemoteSampler, SharedSampler
 from titan_tree.rl.server.client import StoppedError
 from titan_tree.rl.server.server_sampler import build_server_sampler
 from titan_tree.rl.trainer import RLTrainer
@@ -88,7 +91,7 @@ def test_the_command_samples_from_a_server(
     assert "KL divergence" not in capsys.readouterr().out
     found = rows(tmp_path)
     assert [row["step"] for row in found] == ["1", "2", "3"]
-    assert all(float(row["weights_age"]) == 0 for row in found)
+    assert all(float(row["policy_lag"]) == 0 for row in found)
     assert len({row["reward"] for row in found}) > 1
     assert all(float(row["grad_norm"]) > 0 for row in found)
     assert server.version.endswith("-2")  # the weights after step 2 sampled step 3
@@ -149,7 +152,7 @@ def test_old_logprobs_are_those_of_the_weights_that_sampled(
 def check_logprobs(trainer: Recorded, ages: list[int]) -> None:
     """Checks that the log-probs of each step are those of weights that are so many steps old."""
     folder = Path(trainer.config.folder)
-    assert [float(row["weights_age"]) for row in rows(folder)][-len(ages) :] == ages
+    assert [float(row["policy_lag"]) for row in rows(folder)][-len(ages) :] == ages
     for (step, by_task), age in zip(trainer.trained.items(), ages, strict=True):
         older = step - 1 - age
         errors = {}
@@ -187,20 +190,27 @@ def test_the_next_step_samples_while_one_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_loses_and_repeats_no_task(tmp_path: Path) -> None:
+@pytest.mark.parametrize("async_steps", [1, 3])
+def test_a_resumed_run_loses_and_repeats_no_task(async_steps: int, tmp_path: Path) -> None:
     prompts: dict[str, dict[int, Any]] = {"whole": {}, "resumed": {}}
     with rollout_server(RolloutServer(other_model())) as url:
         for name, all_steps in {"whole": [4], "resumed": [2, 4]}.items():
             for steps in all_steps:
-                own = [*options(url), "rl.async_steps=1", f"training.steps={steps}"]
+                own = [*options(url), f"rl.async_steps={async_steps}", f"training.steps={steps}"]
                 prompts[name] |= ran(tiny(tmp_path / name, *own)).prompts()
                 dist.is_initialized() and dist.destroy_process_group()
     assert prompts["whole"] == prompts["resumed"]
     tasks = [tuple(prompt) for step in prompts["whole"].values() for prompt in step]
     assert (len(tasks), sorted(prompts["whole"])) == (8, [1, 2, 3, 4])
     assert len(set(tasks)) > 4  # the tasks of steps differ
-    ages = {name: [float(row["weights_age"]) for row in rows(tmp_path / name)] for name in prompts}
-    assert ages == {"whole": [0, 1, 1, 1], "resumed": [0, 1, 0, 1]}  # a resume starts from the newest weights
+    ages = {name: [float(row["policy_lag"]) for row in rows(tmp_path / name)] for name in prompts}
+    newest = {"whole": [0, 1, 1, 1], "resumed": [0, 1, 0, 1]}  # a resume starts from the newest weights
+    assert ages == newest or async_steps > 1
+    assert all(
+        age <= async_steps and (age > 0) == (bound > 0)
+        for name in ages
+        for age, bound in zip(ages[name], newest[name], strict=True)
+    )
 
 
 @pytest.mark.slow
@@ -349,3 +359,93 @@ def test_stopped_rollouts_are_no_rollouts(tmp_path: Path) -> None:
         with pytest.raises(StoppedError):
             trainer.rollouts(1)
         trainer.close()
+
+
+class Late(Recorded):
+    """Samples the branches of step n with the weights of step n - 1 trained, whenever its rollouts began."""
+
+    def _play(self, groups: Any, names: Any) -> None:
+        if names and names[0].endswith("/branches"):
+            step = int(names[0].split("/")[1])
+            while self.sampler.version < step - 2:  # type: ignore[attr-defined]
+                time.sleep(0.01)
+        super()._play(groups, names)
+
+
+@pytest.mark.parametrize("async_steps", slow_except([3], [2, 3]))
+def test_no_token_is_older_than_the_async_steps(async_steps: int, tmp_path: Path) -> None:
+    """A rollout may span versions. Each token has the log-prob of the weights that its version names."""
+    base = tiny(tmp_path, *LETTERS)
+    model = build_model(base.model.name, "debug", **base.model.overrides)
+    model.init_weights(base.training.seed)
+    with rollout_server(RolloutServer(model)) as url:
+        own = [*options(url), f"rl.async_steps={async_steps}", "training.steps=6", "optimizer.lr=0.02"]
+        trainer = ran(tiny(tmp_path, *own), Late)
+    spans = 0
+    for step, row in zip(trainer.trained, rows(tmp_path), strict=True):
+        ages, weights = [], []
+        for path in [path for paths in trainer.trained[step] for path in paths]:
+            counted = path.loss_mask > 0
+            versions = path.policy_version[counted]
+            ages.append(step - 1 - versions)
+            weights.append(path.weight * path.loss_mask[counted])
+            spans += len(set(versions)) > 1
+            for version in set(versions.tolist()):
+                trainer.model.load_state_dict(trainer.weights[version])
+                (scores,) = score_paths(trainer.model, [path])
+                wrong = (scores.logprobs - torch.from_numpy(path.old_logprobs)).abs()
+                assert wrong[torch.from_numpy(path.policy_version == version)].max() <= 1e-4
+        age = np.concatenate(ages)
+        assert 0 <= age.min() <= age.max() <= async_steps
+        assert age.max() == (min(step - 1, async_steps))
+        assert float(row["policy_lag"]) == pytest.approx(
+            np.average(age, weights=np.concatenate(weights)), rel=1e-5
+        )
+    assert spans > 4
+
+
+def test_an_update_waits_for_rounds_and_holds_back_others() -> None:
+    together, running, release, log = threading.Barrier(2), threading.Semaphore(0), threading.Event(), []
+
+    class Remote:
+        def sample(self, contexts: Any, *_: Any) -> list[Completion]:
+            if contexts == ["together"]:
+                together.wait(10)  # two rounds run at once
+            if contexts == ["slow"]:
+                running.release()
+                assert release.wait(10)
+            log.append(contexts[0])
+            return [Completion([1], [-1.0])]
+
+        def update(self, _: Any, step: int) -> None:
+            log.append(step)
+
+        def close(self) -> None: ...
+
+    def wait(is_done: Any) -> None:
+        waits.set()
+        while not is_done():
+            time.sleep(0.01)
+
+    waits, model = threading.Event(), other_model()
+    sampler = SharedSampler(Remote(), wait)
+    assert isinstance(sampler, RemoteSampler)
+
+    def version(name: str) -> Any:
+        (turn,) = sampler.sample([name], [1], [2], [3])  # type: ignore[list-item]
+        return turn.policy_version
+
+    with ThreadPoolExecutor() as pool:
+        sampler.update(model, 4)
+        assert [each.result() for each in [pool.submit(version, "together") for _ in range(2)]] == [4, 4]
+        slow = pool.submit(version, "slow")
+        assert running.acquire(timeout=10)
+        waits.clear()
+        update = pool.submit(sampler.update, model, 5)
+        assert waits.wait(10)
+        held = pool.submit(version, "held back")
+        time.sleep(0.1)
+        assert not any(each.done() for each in (update, held, slow))
+        release.set()
+        assert [slow.result(10), held.result(10)] == [4, 5]
+    assert log == [4, "together", "together", "slow", 5, "held back"]

@@ -133,7 +133,7 @@ def _of_rollouts(config: RLRunConfig) -> Iterator[CertifiedStep]:
                 raise UserError("titan-tree certify: expected one process for rl; start it without --nproc")
             trees = [TokenTree.from_paths(paths) for paths in trainer.paths(1)]
             trainer.add_logprobs(trees)
-            source = f"rollouts of {config.rl.environment}, sampled by {type(trainer.sampler).__name__}"
+            source = f"rollouts of {config.rl.environment}, sampled by {trainer.sampler_name}"
             yield CertifiedStep(config, trainer.tree_step, [trees], source)
         finally:
             trainer.close()

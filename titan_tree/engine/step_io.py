@@ -64,7 +64,8 @@ class StepCounts:
     max_partitions: int = 0  # of a micro-batch
     # The most tokens whose activations are live at once. Without partitions: of the largest micro-batch.
     chain_peak: int = 0
-    # The newest policy that sampled a token (``TokenPath.policy_version``); -1: unknown.
+    # The newest policy: the one that is trained, or else that sampled a token (``TokenPath.policy_version``).
+    # -1: unknown.
     newest_version: int = -1
 
     def __add__(self, other: StepCounts) -> StepCounts:

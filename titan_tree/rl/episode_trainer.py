@@ -84,7 +84,8 @@ class EpisodeTrainer(Trainer, ABC):
             self.environment = TaskFile(config.rl.agent) if make is TaskFile else make()
         self.chat = Chat(self.tokenizer, config.data.sample)
         self.sampler = self._custom_sampler or default_sampler(self.model, Truncation.of(config.rl))
-        logger.info("rollouts: sampled by %s", type(self.sampler).__name__)
+        self.sampler_name = type(self.sampler).__name__
+        logger.info("rollouts: sampled by %s", self.sampler_name)
         self.validation_inputs, self.data_sizes = [], None
 
     def start_data(self) -> int:
@@ -172,7 +173,10 @@ class EpisodeTrainer(Trainer, ABC):
                 micro_batches = pack(call_on_all_ranks(read), self.config.data.max_tokens)
             self.add_logprobs(list(chain.from_iterable(micro_batches)))
             position = {"epoch": 0, "group": step * self.config.data.global_batch_groups}
-            yield self.tree_step.prepare(micro_batches), position
+            prepared = self.tree_step.prepare(micro_batches)
+            # A policy lags behind the one that is trained, which may not have sampled a token yet.
+            counts = replace(prepared.counts, newest_version=step - 1)
+            yield replace(prepared, counts=counts), position
 
     def _trees(self, by_task: Sequence[Sequence[TokenPath]]) -> list[TokenTree]:
         data = self.config.data

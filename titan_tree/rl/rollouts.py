@@ -48,6 +48,7 @@ class Rollout:
         experts: one array [t, L, k] per context with the experts of its first t tokens, see ``TokenPath``.
             Empty if the sampler did not record experts.
         kept: [T] the ids that sampling kept for each token, see ``TokenPath.sampling_mask``; empty: all ids.
+        versions: [T] the version of the policy that sampled each token; -1: not sampled, or not known.
     """
 
     episode: Episode | None = None  # None: a program has played the rollout, see agents.py
@@ -62,6 +63,7 @@ class Rollout:
     contexts: list[int] = field(default_factory=lambda: [0])
     experts: list[np.ndarray] = field(default_factory=list)
     kept: list[Sequence[int] | np.ndarray] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
 
     @property
     def context(self) -> Context:
@@ -73,7 +75,7 @@ class Rollout:
         if new_context:
             self.contexts.append(len(self.tokens))
         self.tokens.images += tuple((len(self.tokens) + at, image) for at, image in context_images(tokens))
-        self._append(tokens, [0.0] * len(tokens), 0, [()] * len(tokens))
+        self._append(tokens, [0.0] * len(tokens), 0, [()] * len(tokens), -1)
 
     def write(
         self,
@@ -81,10 +83,12 @@ class Rollout:
         logprobs: Sequence[float],
         experts: np.ndarray | None = None,
         sampling_mask: Sequence[Sequence[int] | np.ndarray] | None = None,
+        policy_version: int | None = None,
     ) -> None:
         """Appends a turn of the model, see ``Completion``."""
         self.starts.append(len(self.tokens))
-        self._append(tokens, logprobs, 1, [()] * len(tokens) if sampling_mask is None else sampling_mask)
+        kept = [()] * len(tokens) if sampling_mask is None else sampling_mask
+        self._append(tokens, logprobs, 1, kept, -1 if policy_version is None else policy_version)
         if experts is not None:
             self._record(experts)
 
@@ -98,6 +102,7 @@ class Rollout:
             mask=self.mask[:end],
             logprobs=self.logprobs[:end],
             kept=self.kept[:end],
+            versions=self.versions[:end],
             starts=self.starts[:turn],
             turns=self.turns[:turn],
             inherited=turn,
@@ -115,6 +120,7 @@ class Rollout:
             name: the rollout's name, with which the ids of its paths begin.
         """
         ends = [*self.contexts[1:], len(self.tokens)]
+        has_versions = max(self.versions, default=-1) >= 0
         paths = [
             TokenPath(
                 (part := self.tokens.part(start, end)),
@@ -123,6 +129,7 @@ class Rollout:
                 old_logprobs=self.logprobs[start:end],
                 routed_experts=self.experts[i] if self.experts else None,
                 sampling_mask=self.kept[start:end],
+                policy_version=self.versions[start:end] if has_versions else None,
                 images=part.images,
                 id=name if len(ends) == 1 else f"{name}/{i}",
             )
@@ -155,8 +162,10 @@ class Rollout:
         logprobs: Sequence[float],
         mask: int,
         kept: Sequence[Sequence[int] | np.ndarray],
+        version: int,
     ) -> None:
         self.tokens += tokens
+        self.versions += [version] * len(tokens)
         self.kept += kept
         self.logprobs += logprobs
         self.mask += [mask] * len(tokens)
@@ -286,8 +295,8 @@ def play(
         turn_seeds = [random.Random(f"{seed}/{turn}").getrandbits(62) for _, seed in unfinished]
         if any(context.images for context in contexts) and not getattr(sampler, "reads_images", False):
             raise UserError(
-                f"{type(sampler).__name__}: expected a sampler that reads images, because the environment "
-                "shows some; choose another one, or set its attribute reads_images"
+                "the sampler: expected one that reads images, because the environment shows some; choose "
+                "another one, or set its attribute reads_images"
             )
         completions = sampler.sample(contexts, max_tokens, chat.ends, turn_seeds)
         for (rollout, _), context, completion in zip(unfinished, contexts, completions, strict=True):
@@ -305,7 +314,7 @@ def cut_at_placeholder(turn: Completion, context: Context) -> Completion:
         return turn
     experts = None if turn.experts is None else turn.experts[: len(context) + size]
     mask = None if turn.sampling_mask is None else turn.sampling_mask[:size]
-    return Completion(turn.tokens[:size], turn.logprobs[:size], experts, mask)
+    return Completion(turn.tokens[:size], turn.logprobs[:size], experts, mask, turn.policy_version)
 
 
 def _answer(rollout: Rollout, chat: Chat, max_rollout_tokens: int) -> None:

@@ -48,9 +48,10 @@ class Sampler(Protocol):
 
 @runtime_checkable
 class RemoteSampler(Sampler, Protocol):
-    """A sampler with weights of its own. It may sample in another thread while the model trains.
+    """A sampler with weights of its own. It may sample in other threads while the model trains.
 
-    Each rank has one, and samples tasks of its own.
+    With ``rl.async_steps`` above 1, several threads may call ``sample`` at once. Each rank has one, and
+    samples tasks of its own.
     """
 
     def update(self, model: TreeModel, step: int) -> None:
@@ -64,6 +65,52 @@ class RemoteSampler(Sampler, Protocol):
     def close(self) -> None:
         """Ends a running ``sample``, which may raise any exception, and frees the sampler's resources."""
         ...
+
+
+class SharedSampler:
+    """A RemoteSampler that several threads use, while the main thread updates its weights between rounds.
+
+    A round is a call of ``sample``. An update waits for the rounds that run, and holds back others, so no
+    turn mixes weights. Completions get the version of the weights that sampled them.
+
+    Args:
+        sampler: the sampler.
+        wait: called with a condition, returns when it is true. On several ranks, it is collective.
+    """
+
+    def __init__(self, sampler: RemoteSampler, wait: Callable[[Callable[[], bool]], None]) -> None:
+        self.sampler, self.wait, self.version = sampler, wait, -1
+        self.reads_images = getattr(sampler, "reads_images", False)
+        self._changed = threading.Condition()
+        self._num_rounds, self._is_updating = 0, False
+
+    def sample(
+        self, contexts: Sequence[Ids], max_tokens: Sequence[int], stops: Ids, seeds: Sequence[int]
+    ) -> list[Completion]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_updating)
+            self._num_rounds += 1
+        try:
+            turns = self.sampler.sample(contexts, max_tokens, stops, seeds)
+            return [turn._replace(policy_version=self.version) for turn in turns]
+        finally:
+            with self._changed:
+                self._num_rounds -= 1
+
+    def update(self, model: TreeModel, step: int) -> None:
+        with self._changed:
+            self._is_updating = True
+        try:
+            self.wait(lambda: not self._num_rounds)
+            self.sampler.update(model, step)
+            self.version = step
+        finally:
+            with self._changed:
+                self._is_updating = False
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        self.sampler.close()
 
 
 class InterruptedSampling(Exception):  # noqa: N818  # not an error: the run is about to end

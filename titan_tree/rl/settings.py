@@ -116,9 +116,10 @@ class RLConfig(Checked, table="rl"):
     # Maximum tokens of one turn. A rollout that is cut off has reward 0, unless a program plays it.
     max_turn_tokens: int = setting(1024, at_least(1))
     max_rollout_tokens: int = setting(8192, at_least(2))  # Maximum tokens of each context, prompt included.
-    # 1: rollouts of a step are sampled while the step before trains, with weights that are one step older.
-    # This needs a server, or another sampler with weights of its own.
-    async_steps: int = setting(0, between(0, 1))
+    # Number of steps whose rollouts are sampled ahead of training. The weights that sampled a token are at
+    # most so many steps older than those that train on it. Above 0, this needs a server, or another sampler
+    # with weights of its own.
+    async_steps: int = setting(0, at_least(0))
     server: ServerConfig = field(default_factory=ServerConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
 

@@ -2,8 +2,8 @@
 
     episodes -> rollouts, turn by turn -> branches -> advantages -> TokenTrees -> TreeStep -> optimizer
 
-The weights sample right before the step that trains on the rollouts. Only a ``RemoteSampler`` may sample one
-step ahead. All random choices of a rollout follow from ``data.seed``, the step, the task and the rollout's
+The weights sample right before the step that trains on the rollouts. Only a ``RemoteSampler`` may sample
+steps ahead. All random choices of a rollout follow from ``data.seed``, the step, the task and the rollout's
 number. A resumed run therefore needs no other state, and any number of ranks samples the same rollouts.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import chain
@@ -27,7 +27,7 @@ from titan_tree.rl.environment import ENVIRONMENTS
 from titan_tree.rl.episode_trainer import EpisodeTrainer
 from titan_tree.rl.reference_policy import Reference, check_reference, check_vocabulary
 from titan_tree.rl.rollouts import Rollout, branches, rewards, token_paths
-from titan_tree.rl.sampler import InterruptedSampling, RemoteSampler, Sampler, in_daemon
+from titan_tree.rl.sampler import InterruptedSampling, RemoteSampler, Sampler, SharedSampler, in_daemon
 from titan_tree.rl.settings import RLRunConfig
 from titan_tree.rl.truncation import Truncation
 from titan_tree.run.build import build_loss
@@ -51,16 +51,15 @@ class RLTrainer(EpisodeTrainer):
 
     metrics.csv gets the columns ``reward`` (mean over independent rollouts; branches do not count),
     ``cut_off`` (share of rollouts that a limit ended), ``rollouts``, ``sampled_tokens``, ``sampling_s`` and
-    ``scoring_s``. If the sampler has weights of its own, ``weights_age`` is the number of optimizer steps
-    since it got them.
+    ``scoring_s``. If the sampler has weights of its own, ``policy_lag`` is the mean number of optimizer
+    steps that the weights which sampled a token are older than those which train on it.
     """
 
     reference: Reference | None  # scores rollouts if the loss reads ref_logprobs
 
     def __init__(self, config: RLRunConfig, sampler: Sampler | None = None) -> None:
         check_settings(config, sampler)
-        # The rollouts that a RemoteSampler samples, and the number of optimizer steps of its weights.
-        self._pending: tuple[Future[RankRollouts], int] | None = None
+        self._pending: dict[int, Future[RankRollouts]] = {}  # what a RemoteSampler samples, by step
         super().__init__(config, sampler)
         self.optimizer_step.is_on_policy = config.rl.async_steps == 0
 
@@ -74,6 +73,9 @@ class RLTrainer(EpisodeTrainer):
         needs_reference = self.tree_step.loss.needs_reference
         self.reference = Reference(config, self.tree_step, self.mesh) if needs_reference else None
         super().open_data()
+        if isinstance(self.sampler, RemoteSampler):
+            wait = self._wait_until
+            self.sampler = SharedSampler(self.sampler, lambda done: call_on_all_ranks(partial(wait, done)))
         check_agents(config, self.environment)
 
     def start_data(self) -> int:
@@ -132,35 +134,40 @@ class RLTrainer(EpisodeTrainer):
     def _remote_rollouts(
         self, step: int, sampler: RemoteSampler
     ) -> tuple[list[list[Rollout]], dict[str, float]]:
-        """Returns what ``gathered`` returns, and starts to sample the next step if there are async steps.
+        """Returns what ``gathered`` returns, and starts to sample the next steps if there are async steps.
 
         Without async steps, step n samples right before it trains, from the weights after step n - 1. With
-        one, it samples while step n - 1 trains, from the weights after step n - 2. No rank samples during an
-        update of the weights.
+        N of them, it begins to sample before step n - N trains, from the weights after step n - N - 1, and
+        gets newer ones between its turns. No token is therefore older than N steps when it is trained.
 
         Raises:
             InterruptedSampling: a signal arrived during the wait.
             Exception: whatever the sampling or the update of its weights raised.
         """
 
-        def start(next_step: int) -> tuple[Future[RankRollouts], int]:
+        def start(steps: Iterable[int]) -> None:
             sampler.update(self.model, step - 1)
-            return in_daemon(partial(self.rollouts, next_step), "rollouts"), step - 1
+            for each in steps:
+                if each not in self._pending:
+                    self._pending[each] = in_daemon(partial(self.rollouts, each), "rollouts")
 
-        future, sampled_after = self._pending or start(step)
-        self._pending = None
+        if step not in self._pending:
+            start([step])
+        future = self._pending.pop(step)
         groups, values = gathered(lambda: self._wait(future))
-        values["weights_age"] = step - 1 - sampled_after
         if self.config.rl.async_steps and step < self.num_steps:
-            self._pending = start(step + 1)
+            start(range(step + 1, min(step + self.config.rl.async_steps, self.num_steps) + 1))
         return groups, values
 
     def _wait(self, future: Future[RankRollouts]) -> RankRollouts:
-        while not future.done():
+        self._wait_until(future.done)
+        return future.result()
+
+    def _wait_until(self, is_done: Callable[[], bool]) -> None:
+        while not is_done():
             if self.stopping.signals.received:
                 raise InterruptedSampling
             time.sleep(POLL_S)
-        return future.result()
 
     def rollouts(self, step: int) -> RankRollouts:
         """Samples the rollouts of this rank's tasks of a step. It communicates with no other rank."""
@@ -174,7 +181,7 @@ class RLTrainer(EpisodeTrainer):
         all_groups = [group + group_forks for group, group_forks in zip(groups, forks, strict=True)]
         if self.config.data.replay != "off" and not all(r.experts for r in chain.from_iterable(all_groups)):
             raise UserError(
-                f"data.replay: expected a sampler that records experts, but {type(self.sampler).__name__} "
+                f"data.replay: expected a sampler that records experts, but {self.sampler_name} "
                 'recorded none; give ServerSampler the argument experts, or set data.replay = "off"'
             )
         return RankRollouts(all_groups, rewards(groups), time.perf_counter() - started)

@@ -44,9 +44,11 @@ class Completion(NamedTuple):
             None if the sampler did not record them.
         sampling_mask: the ids that sampling kept for each token of the turn, see ``TokenPath``. None: the
             whole vocabulary.
+        policy_version: optimizer steps of the weights that sampled the turn; None: not known.
     """
 
     tokens: list[int]
     logprobs: list[float]
     experts: np.ndarray | None = None
     sampling_mask: Sequence[Sequence[int] | np.ndarray] | None = None
+    policy_version: int | None = None

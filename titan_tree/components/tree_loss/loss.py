@@ -118,7 +118,7 @@ class GlobalStatistics:
 
     moments: Moments | None = None  # sums over advantages, for ``whiten``
     measured: Tensor | None = None  # the sum of ``TreeLoss.measure`` over all batches and ranks
-    newest_version: int = -1  # the newest policy that sampled a token; -1: unknown
+    newest_version: int = -1  # the newest policy; -1: unknown
 
 
 class TreeLoss:

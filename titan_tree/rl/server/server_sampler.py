@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import shutil
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
@@ -98,6 +99,8 @@ class ServerSampler:
         self.push, self.experts, self.truncation = push, experts, truncation
         self._loaded_adapter: str | None = None
         self._version: str | None = None  # name of the weights that the server must report. None: any
+        self._requests = threading.Semaphore(self.config.concurrency)  # of all threads that sample
+        self._failure: BaseException | None = None  # the first one, which ends the requests of all threads
         self._is_closed = False
         self._are_bound = True  # whether all answers have named the contexts that they continue
         self._warnings: set[str] = set()  # each is logged once
@@ -121,10 +124,11 @@ class ServerSampler:
             ]
             try:
                 completions = [turn.result() for turn in turns]
-            except BaseException:
+            except BaseException as error:
+                self._failure = self._failure or error
                 threads.shutdown(wait=False, cancel_futures=True)
                 self._stop()
-                raise
+                raise self._failure from None
         if not self._are_bound:
             self._warn_once(
                 "its answers have no prompt_token_ids, so nothing checks that an answer continues the "
@@ -196,7 +200,9 @@ class ServerSampler:
         if self._is_closed:
             raise StoppedError(client.url)
         request = self.vllm.sampling_request(context, limit, stops, seed)
-        answer = client.post(self.vllm.sampling_path(context), request, self._largest(len(context) + limit))
+        size = self._largest(len(context) + limit)
+        with self._requests:
+            answer = client.post(self.vllm.sampling_path(context), request, size)
         with errors_at(client.url):
             completion = self.vllm.completion(answer, context, limit, stops)
         if not self.vllm.is_bound(answer):
