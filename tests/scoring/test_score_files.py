@@ -105,7 +105,7 @@ def test_every_sample_keeps_its_fields_and_gets_its_log_probs(tmp_path, max_toke
             for field in fields(TokenPath):
                 if field.name == "sampling_mask" and a.sampling_mask is not None:
                     assert list(map(list, a.sampling_mask)) == list(map(list, b.sampling_mask))
-                elif field.name not in ("id", "pair", "old_logprobs"):
+                elif field.name not in ("id", "pair", "rollout", "old_logprobs"):
                     np.testing.assert_array_equal(getattr(a, field.name), getattr(b, field.name), field.name)
             assert a.id == b.id or a.id == "same"
             assert a.pair.removeprefix(old_id) == b.pair.removeprefix(new_id)
