@@ -390,6 +390,13 @@ def test_gradients_of_zero_certify_nothing():
     assert (check.passed, check.found) == (False, "b: the reference has no such parameter to compare with")
 
 
+def taught(record):
+    """Returns a teacher's log-probs of two ids for the tokens that the loss counts, at a temperature."""
+    pairs = zip(record["tokens"], record["loss_mask"], strict=True)
+    topk = [{token: -0.5 - token / 100, 2: -2.0} if mask else None for token, mask in pairs]
+    return {"teacher_topk": topk, "temperature": 0.5 + record["weight"] / 4}
+
+
 def preferred(record):
     return {"preference": "desirable" if record["advantage"] > 1 else "undesirable"} | with_logprobs(record)
 
@@ -401,6 +408,7 @@ def preferred(record):
         (truncated, {}),
         (with_logprobs, {"loss__name": "grpo", "loss__kl__coefficient": 0.1, "loss__entropy": 0.01}),
         (with_logprobs, {"loss__name": "gspo", **PARTITIONS}),
+        (taught, {"loss__name": "distill_topk", "loss__options__beta": 0.5, **PARTITIONS}),
         (preferred, KTO),
         (truncated, {"loss__reduction": "first_path_token_mean", "loss__whiten": "true"}),
         (truncated, {"loss__name": "sft", "loss__reduction": "distinct_token_mean"}),

@@ -49,7 +49,7 @@ MODES = {"kept": (False, False), "recomputed": (False, True), "with entropy": (T
 
 
 def relative(a, b):
-    return float((a.double() - b.double()).norm() / b.double().norm())
+    return float((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm())
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -92,6 +92,54 @@ def test_a_support_restricts_the_softmax(mode, capped, device):
 
     for a, b in zip(got, results(restricted, *inputs), strict=True):
         assert relative(a, b) < 1e-12
+
+
+@pytest.mark.parametrize("supported", [False, True])
+@pytest.mark.parametrize("capped", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_targets_equal_those_of_log_softmax(mode, capped, supported, device):
+    """Edge 1 has no targets, and one of edge 0 is its label. Labels have gradients of their own."""
+    hidden, weight, label, upstream = case(5, 700, 24, torch.float64, device)
+    entropy, recompute = MODES[mode]
+    cap = torch.full((5,), 3.0, dtype=torch.float64, device=device) if capped else None
+    ids = [{int(label[0]), 0, 127, 128, 699}, set(), {5}, set(range(100, 400)), {255, 256}]
+    targets = torch.tensor([(e, i) for e in range(5) for i in sorted(ids[e])], device=device).t()
+    support = [(e, i) for e in (0, 3) for i in {int(label[e])} | ids[e] | set(range(90 * e, 90 * e + 50))]
+    support = torch.tensor(support, device=device).t() if supported else None
+    upstream = [*upstream.double(), torch.linspace(-1, 1, targets.shape[1], device=device).double()]
+
+    def ours(h, w):
+        return edge_logprobs(h, w, label, entropy, recompute, 5 * 128, cap, support, targets)
+
+    def plain(h, w):
+        logits = h @ w.t()
+        logits = logits if cap is None else 3 * (logits / 3).tanh()
+        if support is not None:
+            kept = torch.zeros(5, 700, dtype=torch.bool, device=device)
+            kept[tuple(support)] = True
+            logits = logits.masked_fill(~(kept | ~kept.any(1, keepdim=True)), -1e30)
+        log_p = logits.log_softmax(1)
+        return log_p.gather(1, label[:, None])[:, 0], -(log_p.exp() * log_p).sum(1), log_p[tuple(targets)]
+
+    for used in ((0, 1, 2), (2,)):  # the gradient of an unused output is None
+        results = []
+        for function in (ours, plain):
+            outputs = [(function(hidden, weight)[i], upstream[i]) for i in used if i != 1 or entropy]
+            values, gradients = zip(*outputs, strict=True)
+            results.append([*values, *torch.autograd.grad(values, [hidden, weight], gradients)])
+        for got, want in zip(*results, strict=True):
+            assert relative(got, want) < 1e-12
+
+
+def test_gradients_at_targets_have_no_error_of_bf16_sums():
+    """Where the student equals the teacher, the two terms of the forward KL's gradient cancel."""
+    hidden, weight, label, _ = case(8, 600, 32, torch.bfloat16)
+    log_p = (hidden.double() @ weight.double().t()).log_softmax(1).detach()
+    targets = torch.stack([torch.arange(8).repeat_interleave(600), torch.arange(600).repeat(8)])
+    of_targets = edge_logprobs(hidden, weight, label, targets=targets, block_elements=8 * 128)[2]
+    teacher = log_p.exp().flatten()
+    (gradient,) = torch.autograd.grad(of_targets, hidden, -teacher.float())
+    assert gradient.norm() < 1e-3 * (log_p.exp() @ weight.double()).norm()
 
 
 @pytest.mark.parametrize("entropy", [False, True])
@@ -154,7 +202,7 @@ def test_second_derivatives_are_refused():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_edges_give_zero_gradients(dtype, device):
     hidden, weight, label, _ = case(0, 300, 8, dtype, device)
-    logprobs, entropy = edge_logprobs(hidden, weight, label, entropy=True, block_elements=1)
+    logprobs, entropy, _ = edge_logprobs(hidden, weight, label, entropy=True, block_elements=1)
     assert logprobs.shape == entropy.shape == (0,)
     (logprobs.sum() + entropy.sum()).backward()
     assert hidden.grad.shape == (0, 8)
@@ -183,7 +231,7 @@ def test_large_logits_do_not_overflow(device):
     hidden = torch.tensor([[300.0], [-300.0]], device=device, requires_grad=True)
     weight = torch.linspace(-1, 1, 300, device=device)[:, None].requires_grad_()
     label = torch.tensor([299, 299], device=device)
-    logprobs, entropy = edge_logprobs(hidden, weight, label, True, block_elements=1)
+    logprobs, entropy, _ = edge_logprobs(hidden, weight, label, True, block_elements=1)
     want, want_entropy = oracle(hidden.double(), weight.double(), label)
     torch.testing.assert_close(logprobs.double(), want, rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(entropy.double(), want_entropy, rtol=1e-4, atol=1e-4)

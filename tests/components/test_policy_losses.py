@@ -77,9 +77,9 @@ def test_the_loss_equals_its_formula_on_every_path_alone(case):
 
 
 def test_every_policy_loss_has_a_formula():
-    modules = ("token_losses", "sequence_ratios")
-    names = {name for name in NAMES if LossSpec.of(name).function.__module__.endswith(modules)} - {"sft"}
-    assert names == {case.partition(",")[0] for case in LOSSES}
+    modules = ("token_losses", "sequence_ratios", "distillation")
+    names = {name for name in NAMES if LossSpec.of(name).function.__module__.endswith(modules)}
+    assert names - {"sft", "distill_topk"} == {case.partition(",")[0] for case in LOSSES}
 
 
 def test_a_kl_penalty_that_is_a_reward_has_no_importance_weights():

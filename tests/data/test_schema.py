@@ -342,7 +342,9 @@ def test_token_records_carry_every_field(tmp_path):
         "rollout_logprobs": [0, -1, -3],
         "advantage": [0, 1, 2],
         "policy_version": [3, 3, 4],
-        "sampling_mask": [None, None, [1, *ROW["tokens"][1:]]],
+        "sampling_mask": [None, None, [5, *ROW["tokens"][1:]]],
+        "teacher_topk": [None, None, {"5": {"logprob": -2.5, "rank": 3}, "6": -1.25, "7": {"logprob": -1}}],
+        "teacher": "large",
         "temperature": 0.7,
         "weight": 2,
         "preference": "chosen",
@@ -352,6 +354,7 @@ def test_token_records_carry_every_field(tmp_path):
     want = TokenPath(ROW["tokens"], id=path.id, rollout_tokens=1, **fields | {"pair": f"{path.id}/a"})
     for name in TokenPath.__slots__:
         np.testing.assert_array_equal(getattr(path, name), getattr(want, name), err_msg=name)
+    assert [values.tolist() for values in path.teacher_topk] == [[0, 0, 3], [5, 6, 7], [-2.5, -1.25, -1]]
     documented = KNOWN["token ids"] - set(fields) - {"tokens", "input_ids", "routed_experts", "images"}
     names = {"group_id", "id", "rollout_id", "reward", "finish_reason"}
     assert documented - names == {"ref_logprobs", "shifted_old_logprobs", "shifted_rollout_logprobs"}

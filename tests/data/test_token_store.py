@@ -52,6 +52,8 @@ def with_fields(paths: list[TokenPath], draw: random.Random) -> list[TokenPath]:
             fields["sampling_mask"] = [
                 [9, int(token)] if draw.random() < 0.7 else None for token in path.tokens
             ]
+            fields["teacher_topk"] = [{9: -3, int(token): -draw.random() - 1} for token in path.tokens]
+            fields["teacher"] = f"teacher {number}"
         mask = [draw.choice([0, 1, 0.5]) for _ in range(n)]
         made.append(TokenPath(path.tokens, mask, draw.random(), id=f"é{number}\n", **fields))
     return made

@@ -19,7 +19,7 @@ def test_full_vocabulary_at_32k_edges(d, recompute):
 
     def run():
         # The entropy needs recomputed logits.
-        logprobs, entropy = edge_logprobs(hidden, weight, label, recompute, recompute)
+        logprobs, entropy, _ = edge_logprobs(hidden, weight, label, recompute, recompute)
         return logprobs, entropy, *torch.autograd.grad(logprobs, (hidden, weight), cotangent)
 
     run()  # compiles

@@ -197,11 +197,13 @@ def _part(path: TokenPath, start: int, stop: int) -> TokenPath:
         end = begin + len(image)
         start = begin if begin < start < end else start
         stop = end if begin < stop < end else stop
-    part, mask = copy.copy(path), path.sampling_mask
+    part = copy.copy(path)
     part.images = tuple((begin - start, image) for begin, image in path.images if start <= begin < stop)
     for name in ("tokens", "loss_mask", "policy_version", *PER_TOKEN):
         if (values := getattr(path, name)) is not None:
             setattr(part, name, values[start:stop].copy())
-    part.sampling_mask = None if mask is None else mask.of_tokens(np.arange(start, min(stop, len(path))))
+    for name in ("sampling_mask", "teacher_topk"):
+        if (values := getattr(path, name)) is not None:
+            setattr(part, name, values.of_tokens(np.arange(start, min(stop, len(path)))))
     part.routed_experts, part.id = None, f"{path.id}[{start}:{stop}]"
     return part

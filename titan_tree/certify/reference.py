@@ -46,8 +46,12 @@ class Reference(ABC):
     layers: list[nn.Module]
 
     @abstractmethod
-    def score(self, path: TokenPath) -> tuple[Tensor, Tensor]:
-        """Returns the log-probs and the entropies of a path's tokens, [T - 1] each, with gradients."""
+    def score(self, path: TokenPath, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns log-probs and entropies of a path's tokens, [T - 1] each, and of targets, with gradients.
+
+        Args:
+            targets: [2, S] int64, pairs of an edge of the path and a token id.
+        """
 
     @abstractmethod
     def gradients(self) -> dict[str, Tensor]:
@@ -55,21 +59,24 @@ class Reference(ABC):
 
     def step(self, paths: Sequence[TokenPath], loss: TreeLoss) -> Numbers:
         """Returns the numbers of a training step on the paths, one after another."""
+        batch, sizes = rows(paths, loss.spec.reads_targets), [len(path) - 1 for path in paths]
+        edge, id = batch.edge_label.new_empty(2, 0) if batch.edge_targets is None else batch.edge_targets
+        bounds = torch.tensor([0, *sizes]).cumsum(0)
+        counts = torch.searchsorted(edge, bounds).diff().tolist()  # of the targets of each path
+        first = bounds[:-1].repeat_interleave(torch.tensor(counts))
+        targets = torch.stack([edge - first, id]).split(counts, dim=1)
         with torch.no_grad(), recorded(self.layers) as record:
-            scores = [self.score(path) for path in paths]
+            scores = [self.score(*each) for each in zip(paths, targets, strict=True)]
         hidden = [record[number :: len(self.layers)] for number in range(len(self.layers))]
         leaves = [torch.cat(values).requires_grad_() for values in zip(*scores, strict=True)]
-        batch = rows(paths).to(leaves[0].device)
+        batch = batch.to(leaves[0].device).with_target_logprobs(leaves[2])
         value, _ = loss(leaves[0], batch, loss.normalizer(paths), leaves[1])
-        sizes = [len(path) - 1 for path in paths]
-        derivatives = [
-            (torch.zeros_like(leaf) if d is None else d).split(sizes)
-            for leaf, d in zip(leaves, torch.autograd.grad(value, leaves, allow_unused=True), strict=True)
-        ]
-        for path, *of_path in zip(paths, *derivatives, strict=True):
+        gradients = torch.autograd.grad(value, leaves, materialize_grads=True)
+        derivatives = [d.split(n) for d, n in zip(gradients, (sizes, sizes, counts), strict=True)]
+        for path, of_targets, *of_path in zip(paths, targets, *derivatives, strict=True):
             if any(d.any() for d in of_path):
-                torch.autograd.backward(self.score(path), of_path)
-        logprobs = [of_path.detach().cpu() for of_path, _ in scores]
+                torch.autograd.backward(self.score(path, of_targets), of_path)
+        logprobs = [of_path.detach().cpu() for of_path, *_ in scores]
         return Numbers(value.item(), self.gradients(), Scores(hidden, logprobs))
 
 
@@ -105,7 +112,7 @@ class TransformersReference(Reference):
             enable({"use_reentrant": False})
             self.module.train()
 
-    def score(self, path: TokenPath) -> tuple[Tensor, Tensor]:
+    def score(self, path: TokenPath, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         tokens = torch.from_numpy(path.tokens).long().to(self.module.device)
         images = self._images(path) if path.images else {}
         logits = self.module(input_ids=tokens[None], use_cache=False, **images).logits[0, :-1]
@@ -117,7 +124,8 @@ class TransformersReference(Reference):
             logits = logits.masked_fill(~kept.to(logits.device), -torch.inf)
         logprobs = logits.log_softmax(-1)
         entropy = -(logprobs.exp() * logprobs.clamp_min(torch.finfo(logits.dtype).min)).sum(-1)
-        return logprobs.gather(1, tokens[1:, None])[:, 0], entropy
+        edge, id = targets.to(logprobs.device)
+        return logprobs.gather(1, tokens[1:, None])[:, 0], entropy, logprobs[edge, id]
 
     def _images(self, path: TokenPath) -> dict[str, Tensor]:
         """Returns what the processor of transformers makes of a path's images.
@@ -181,10 +189,10 @@ class OwnReference(Reference):
         model.execution = dataclasses.replace(model.execution, dtype=dtype)
         self.module, self.layers = model.to(dtype), list(model.layers)
 
-    def score(self, path: TokenPath) -> tuple[Tensor, Tensor]:
+    def score(self, path: TokenPath, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         batch = TreeBatch.from_trees([TokenTree.from_paths([path])], "all")
-        out = self.module(batch, entropy=True)
-        return out.logprobs, out.entropy
+        out = self.module(dataclasses.replace(batch, edge_targets=targets), entropy=True)
+        return out.logprobs, out.entropy, out.target_logprobs
 
     def gradients(self) -> dict[str, Tensor]:
         return {
@@ -226,13 +234,13 @@ def snapshot(model: TreeModel, config: Config, weights: Mapping[str, Tensor], fo
     return path
 
 
-def rows(paths: Sequence[TokenPath]) -> TreeBatch:
+def rows(paths: Sequence[TokenPath], targets: bool = False) -> TreeBatch:
     """Returns a batch whose pairs are all tokens of all paths, each with an edge of its own.
 
     What the loss reads of a token comes from its ``TokenPath`` alone.
     """
-    batch = TreeBatch.from_trees([TokenTree.from_paths([path]) for path in paths], "all")
-    joined: dict[str, Tensor] = {"weight": torch.tensor([path.weight for path in paths])}
+    batch = TreeBatch.from_trees([TokenTree.from_paths([path]) for path in paths], "all", targets)
+    joined: dict[str, Any] = {"weight": torch.tensor([path.weight for path in paths])}
     for name in ("loss_mask", *PER_TOKEN):
         values = [getattr(path, name) for path in paths]
         if all(value is not None for value in values):

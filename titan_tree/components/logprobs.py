@@ -1,4 +1,4 @@
-"""edge_logprobs: log-probabilities of the edges' labels, without an fp32 logit matrix in memory.
+"""edge_logprobs: log-probabilities of the edges' labels and targets, without an fp32 logit matrix in memory.
 
 An edge is a pair of a token and its successor. Row e of the [E, V] logits is ``hidden[e] @ weight.T``, from
 the token that predicts; the label is the successor.
@@ -18,10 +18,11 @@ Memory beyond inputs, gradients and kept probabilities is about 1 GiB for any V:
     a block's logits in fp32, at most ``BLOCK_ELEMENTS`` = 2**27 of them     512 MiB
     their probabilities and their gradient in bf16                          256 MiB each
     the sum of hidden's gradient in fp32, E * d * 4 bytes                   256 MiB at E = 32k, d = 2048
+    targets: their indices in a block and its gradient, about 40 bytes each  80 MiB at 64 of E = 32k
 
 At these sizes, the full fp32 logits of Qwen3 would take 18.5 GiB.
 
-E edges, V vocabulary, d hidden size, B columns of a block.
+E edges, V vocabulary, d hidden size, B columns of a block, S targets.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ def edge_logprobs(
     block_elements: int = BLOCK_ELEMENTS,
     cap: Tensor | None = None,
     support: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the log-probability of each edge's label, and on request the entropy, in nats.
+    targets: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Returns the log-probability of each edge's label, and on request entropies and more of them, in nats.
 
     Logits, log-probabilities and entropies are computed in fp32 for any inputs (in fp64 for fp64 inputs). The
     function is deterministic and differentiable once.
@@ -71,11 +73,13 @@ def edge_logprobs(
         support: [2, S] int64, pairs of an edge and a token id: an edge with pairs has the distribution over
             these ids alone, which must contain its label; an edge without pairs has the whole vocabulary
             (Keep Sampling Mask, arXiv:2512.02556, section 3.1). A block needs one byte more per logit.
+        targets: [2, S] int64, different pairs of an edge and a token id within its support, whose
+            log-probabilities are also returned.
     Returns:
-        (logprobs [E], entropy [E] or None).
+        (logprobs [E], entropy [E] or None, log-probabilities of the targets [S] or None).
     """
     keep = torch.is_grad_enabled() and not recompute and not entropy and cap is None
-    return _EdgeLogprobs.apply(hidden, weight, label, entropy, keep, block_elements, cap, support)
+    return _EdgeLogprobs.apply(hidden, weight, label, entropy, keep, block_elements, cap, support, targets)
 
 
 class _EdgeLogprobs(torch.autograd.Function):
@@ -90,16 +94,21 @@ class _EdgeLogprobs(torch.autograd.Function):
         block_elements: int,
         cap: Tensor | None,
         support: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+        targets: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         accumulator = torch.promote_types(hidden.dtype, torch.float32)
         keep = keep and any(ctx.needs_input_grad[:2])
         lse = hidden.new_full((len(hidden),), EMPTY, dtype=accumulator)
         label_logit = torch.zeros_like(lse)
         entropies = torch.zeros_like(lse) if entropy else None
+        target_logit = None if targets is None else lse.new_zeros(targets.shape[1])
         kept = []
         for start, end in vocabulary_blocks(weight, len(hidden), block_elements):
             logits = block_logits(hidden, weight[start:end], cap)
             remove_outside(logits, support, start)
+            if targets is not None and target_logit is not None:
+                inside, index = _target_index(targets, start, logits, 0)
+                target_logit = torch.where(inside, logits.view(-1)[index], target_logit)
             p, block_lse, block_entropy = _softmax(
                 logits, label - start, label_logit, hidden.dtype if keep else None, entropy
             )
@@ -114,23 +123,38 @@ class _EdgeLogprobs(torch.autograd.Function):
             if keep:
                 kept += [p, block_lse]
         logprobs = label_logit - lse
-        ctx.save_for_backward(hidden, weight, label, lse, logprobs, entropies, *kept)
-        ctx.block_elements, ctx.cap, ctx.support = block_elements, cap, support
+        of_targets = None
+        if targets is not None and target_logit is not None:
+            of_targets = target_logit - lse[targets[0]]
+        ctx.save_for_backward(hidden, weight, label, lse, logprobs, entropies, of_targets, *kept)
+        ctx.block_elements, ctx.cap, ctx.support, ctx.targets = block_elements, cap, support, targets
         ctx.set_materialize_grads(False)  # the gradient of an unused output is None
-        return logprobs, entropies
+        return logprobs, entropies, of_targets
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_targets: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, label, lse, logprobs, entropies, *kept = ctx.saved_tensors
+        hidden, weight, label, lse, logprobs, entropies, of_targets, *kept = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden, dtype=lse.dtype) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         # The gradient of a sum has stride 0; the kernel needs it contiguous.
         grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs.contiguous()
         grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
+        targets = None if grad_targets is None else ctx.targets
+        grad_rest = None
+        if targets is not None and grad_targets is not None:
+            edge, id = targets
+            # Sums of the targets of each edge. The accumulation is deterministic, unlike that of index_add.
+            grad_rest = torch.zeros_like(lse).index_put((edge,), grad_targets, accumulate=True)
+            # The gradient of the targets' logits, without the rounding of the block's probabilities.
+            target_p = of_targets.exp()
+            at_target = grad_targets + torch.where(id == label[edge], grad_logprobs[edge], 0.0)
+            at_target -= (grad_logprobs + grad_rest)[edge] * target_p
+            if grad_entropy is not None:
+                at_target -= grad_entropy[edge] * target_p * (of_targets + entropies[edge])
         # Of the probabilities. With a cap, the gradient is multiplied before it is rounded.
         dtype = hidden.dtype if grad_entropy is None and ctx.cap is None else lse.dtype
         for i, (start, end) in enumerate(vocabulary_blocks(weight, len(hidden), ctx.block_elements)):
@@ -143,26 +167,33 @@ class _EdgeLogprobs(torch.autograd.Function):
                 remove_outside(logits, ctx.support, start)
                 p, block_lse, _ = _softmax(logits, label - start, None, dtype, False)
                 del logits
-            grad = _logit_gradient(
+            # The element behind the block takes the gradients of targets in other blocks.
+            padded = p.new_empty(p.numel() + 1, dtype=hidden.dtype if ctx.cap is None else lse.dtype)
+            grad = padded[:-1].view_as(p)
+            _logit_gradient(
                 p,
                 label - start,
                 block_lse - lse,
                 logprobs,
                 entropies,
                 grad_logprobs,
+                grad_rest,
                 grad_entropy,
-                dtype=hidden.dtype if ctx.cap is None else lse.dtype,
+                out=grad,
             )
+            if targets is not None:
+                _, index = _target_index(targets, start, p, p.numel())
+                padded[index] = at_target.to(padded.dtype)
             if ctx.cap is not None:
                 grad = (grad * slope).to(hidden.dtype)
             if grad_weight is not None:
                 torch.mm(grad.t(), hidden, out=grad_weight[start:end])
             if grad_hidden is not None:
                 _add_matmul(grad_hidden, grad, weight[start:end])
-            del p, grad  # before the next block allocates
+            del p, grad, padded  # before the next block allocates
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, *[None] * 7
 
 
 def vocabulary_blocks(weight: Tensor, num_edges: int, block_elements: int) -> Iterator[tuple[int, int]]:
@@ -230,6 +261,20 @@ def remove_outside(logits: Tensor, support: Tensor | None, start: int) -> None:
     column = torch.where((column >= 0) & (column < width), column, width)  # the last column is not read
     is_outside.view(-1).index_fill_(0, edge * (width + 1) + column, False)
     logits.masked_fill_(is_outside[:, :width], EMPTY)
+
+
+def _target_index(targets: Tensor, start: int, block: Tensor, elsewhere: int) -> tuple[Tensor, Tensor]:
+    """Returns which targets are in a block, [S] bool, and their indices in the flat block, [S] int64.
+
+    Args:
+        targets: see ``edge_logprobs``.
+        start: the token id of the block's first column.
+        block: [E, B].
+        elsewhere: the index of targets in other blocks.
+    """
+    column, width = targets[1] - start, block.shape[1]
+    inside = (column >= 0) & (column < width)
+    return inside, torch.where(inside, targets[0] * width + column, elsewhere)
 
 
 # Softmax of one block: one read of the logits, one write of the probabilities.
@@ -322,26 +367,26 @@ def _logit_gradient(
     logprobs: Tensor,
     entropies: Tensor | None,
     grad_logprobs: Tensor,
+    grad_rest: Tensor | None,
     grad_entropy: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Returns the gradient [E, B], in ``dtype``, of the logits of a block whose own softmax is ``p``.
+    out: Tensor,
+) -> None:
+    """Writes the gradient [E, B] of the logits of a block whose own softmax is ``p`` to ``out``.
 
     d logprob / d logit_j = [j = label] - P_j and d H / d logit_j = -P_j (log P_j + H), where P_j is the
     block's p_j times exp(log_share). For the label, P_j is exp(logprob), because 1 - P_j needs an unrounded
-    value.
+    value. ``grad_rest`` [E] is the sum of the gradients of the edge's targets. It adds only their 2nd term.
     """
     if not _use_kernels(p):
-        return _logit_gradient_reference(
-            p, column, log_share, logprobs, entropies, grad_logprobs, grad_entropy, dtype=dtype
-        )
-    grad, block = torch.empty_like(p, dtype=dtype), 2048
+        gradients = grad_logprobs, grad_rest, grad_entropy
+        out.copy_(_logit_gradient_reference(p, column, log_share, logprobs, entropies, *gradients))
+        return
+    block = 2048
     with torch.cuda.device_of(p):
         _logit_gradient_kernel[(len(p), triton.cdiv(p.shape[1], block))](
-            p, column, log_share, logprobs, entropies, grad_logprobs, grad_entropy, grad_ptr=grad,
+            p, column, log_share, logprobs, entropies, grad_logprobs, grad_rest, grad_entropy, grad_ptr=out,
             B=p.shape[1], BLOCK=block, num_warps=4,
         )  # fmt: skip
-    return grad
 
 
 def _logit_gradient_reference(
@@ -351,21 +396,23 @@ def _logit_gradient_reference(
     logprobs: Tensor,
     entropies: Tensor | None,
     grad_logprobs: Tensor,
+    grad_rest: Tensor | None,
     grad_entropy: Tensor | None,
-    dtype: torch.dtype,
 ) -> Tensor:
     is_label = column[:, None] == torch.arange(p.shape[1], device=p.device)
     wide = torch.where(is_label, logprobs.exp()[:, None], p * log_share.exp()[:, None])
     grad = grad_logprobs[:, None] * (is_label.to(wide.dtype) - wide)
+    if grad_rest is not None:
+        grad = grad - grad_rest[:, None] * wide
     if entropies is not None and grad_entropy is not None:
         grad = grad - grad_entropy[:, None] * (wide.xlogy(wide) + wide * entropies[:, None])
-    return grad.to(dtype)
+    return grad
 
 
 @triton.jit
 def _logit_gradient_kernel(
-    p_ptr, column_ptr, log_share_ptr, logprob_ptr, entropy_ptr, grad_logprob_ptr, grad_entropy_ptr, grad_ptr,
-    B, BLOCK: tl.constexpr,
+    p_ptr, column_ptr, log_share_ptr, logprob_ptr, entropy_ptr, grad_logprob_ptr, grad_rest_ptr,
+    grad_entropy_ptr, grad_ptr, B, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per row and BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
@@ -375,6 +422,8 @@ def _logit_gradient_kernel(
     p = tl.load(p_ptr + row * B + offset, mask=offset < B, other=0.0)
     p = tl.where(is_label, label_p, p.to(label_p.dtype) * tl.exp(tl.load(log_share_ptr + row)))
     grad = tl.load(grad_logprob_ptr + row) * (is_label.to(p.dtype) - p)
+    if grad_rest_ptr is not None:
+        grad -= tl.load(grad_rest_ptr + row) * p
     if grad_entropy_ptr is not None:
         log_p = tl.log(tl.where(p > 0, p, 1.0))  # p log p is 0 at 0
         grad -= tl.load(grad_entropy_ptr + row) * p * (log_p + tl.load(entropy_ptr + row))

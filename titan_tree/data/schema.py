@@ -6,7 +6,7 @@ trajectories can have:
 
     {"messages": [...], "tools"?, "turns"?, "chat_template_kwargs"?, ...} a conversation
     {"tokens" or "input_ids": [...], "loss_mask"?, "old_logprobs"?, "ref_logprobs"?, "rollout_logprobs"?,
-     "routed_experts"?, "sampling_mask"?, "images"?, ...}               token ids
+     "routed_experts"?, "sampling_mask"?, "images"?, "teacher_topk"?, ...}  token ids
     {"text": "...", "prompt"?, ...}                                     text without a chat template
     {"trajectories": [trajectories of any kind], "tools"?, "turns"?, ...} a task
 
@@ -35,8 +35,10 @@ TOKEN_FIELDS = (
     "routed_experts",
     "sampling_mask",
     "images",
+    "teacher_topk",
 )  # only beside token ids
-PATH_FIELDS = ("weight", "advantage", "temperature", "policy_version")  # of the TokenPaths of any trajectory
+# Of the TokenPaths of any trajectory:
+PATH_FIELDS = ("weight", "advantage", "temperature", "policy_version", "teacher")
 OWN_FIELDS = (  # of trajectories, not of tasks
     "id", "group_id", "rollout_id", "reward", "preference", "pair", "finish_reason",
 )  # fmt: skip

@@ -21,6 +21,7 @@ from titan_tree.tree.images import Image
 from titan_tree.tree.path_fields import SamplingMask
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.routed_experts import RoutedExperts
+from titan_tree.tree.token_targets import TokenTargets
 from titan_tree.tree.token_tree import TokenTree
 
 TREE_ARRAYS = (
@@ -33,6 +34,8 @@ TREE_ARRAYS = (
     "path_node",
 )
 OWN_KINDS = ("tokens", "images")  # fields of a path that are not stored like the others
+Ragged = type[SamplingMask] | type[TokenTargets]  # sizes [T], and arrays [S]
+RAGGED: dict[str, Ragged] = {"sampling_mask": SamplingMask, "teacher_topk": TokenTargets}
 PATH_FIELDS = tuple(f.name for f in dataclasses.fields(TokenPath) if f.name not in OWN_KINDS)
 ALIGNMENT = 64  # every array, of trees, token stores and steps, begins at a multiple of so many bytes
 
@@ -114,7 +117,7 @@ def tree_from_bytes(content: bytes | memoryview) -> TokenTree:
 
 # How the values of a field are stored, one value per path: "none" (all None), "values" (strings or numbers,
 # in JSON), "dense" (arrays, one after another), "runs" (arrays with one number per token that repeats) or
-# "ragged" (sampling masks: their sizes as a field of its own, and all ids).
+# "ragged" (the types in RAGGED: their sizes as a field of its own, and each of their arrays).
 
 
 def _encode(name: str, values: list[Any], arrays: dict[str, np.ndarray]) -> dict[str, object]:
@@ -122,9 +125,10 @@ def _encode(name: str, values: list[Any], arrays: dict[str, np.ndarray]) -> dict
     present = [value for value in values if value is not None]
     if not present:
         return {"kind": "none"}
-    if isinstance(present[0], SamplingMask):
-        sizes = [None if mask is None else mask.sizes for mask in values]
-        arrays[f"{name}.ids"] = np.concatenate([mask.ids for mask in present])
+    if name in RAGGED:
+        sizes = [None if ragged is None else ragged.sizes for ragged in values]
+        for part in RAGGED[name]._fields[1:]:
+            arrays[f"{name}.{part}"] = np.concatenate([getattr(ragged, part) for ragged in present])
         return {"kind": "ragged", "sizes": _encode(f"{name}.sizes", sizes, arrays)}
     if not isinstance(present[0], np.ndarray):
         return {"kind": "values", "values": values}
@@ -151,8 +155,9 @@ def _decode(
     if description["kind"] == "ragged":
         sizes = _decode(f"{name}.sizes", description["sizes"], arrays, path_offsets)
         ends = np.cumsum([0 if of_path is None else of_path.sum() for of_path in sizes])
-        ids = np.split(arrays[f"{name}.ids"], ends[:-1])
-        return [None if size is None else SamplingMask(size, i) for size, i in zip(sizes, ids, strict=True)]
+        make = RAGGED[name]
+        parts = [np.split(arrays[f"{name}.{part}"], ends[:-1]) for part in make._fields[1:]]
+        return [None if of_path[0] is None else make(*of_path) for of_path in zip(sizes, *parts, strict=True)]
     if description["kind"] == "dense":
         flat = arrays[f"{name}.dense"]
     else:

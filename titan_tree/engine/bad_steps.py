@@ -77,6 +77,7 @@ def _bad_paths(
         for i, batch, scores in scored_batches(model, step, device, entropy=loss.needs_entropy):
             if len(batch.edge_label):
                 pairs = batch.pairs
+                batch = batch.with_target_logprobs(scores.target_logprobs)
                 is_bad = loss.not_finite(scores.logprobs, batch, scores.entropy, statistics)
                 numbers = pairs.path_number[pairs.path[is_bad].unique()].tolist()
                 bad_paths |= {(i, number) for number in numbers}

@@ -57,6 +57,7 @@ class LossSum:
         Args:
             is_counted: False if another rank adds the same loss, so that this one only returns it.
         """
+        batch = batch.with_target_logprobs(scores.target_logprobs)
         loss, sums = self.function(scores.logprobs, batch, self.normalizer, scores.entropy, self.statistics)
         if is_counted:
             self.loss += loss.detach()

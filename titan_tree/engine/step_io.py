@@ -261,6 +261,7 @@ def prepare_step(
     partitioner: TreePartitioner | None = None,
     token_shard: TokenShard = ALL_TOKENS,
     merges_pairs: bool = False,
+    targets: bool = False,
 ) -> StepInput:
     """Returns the input of a step from the trees of each micro-batch.
 
@@ -276,6 +277,7 @@ def prepare_step(
         token_shard: the tokens of each forward pass that this rank computes. Ranks that share the tokens of
             a tree get the same trees.
         merges_pairs: whether one pair per edge is enough for the loss (``TreeLoss.merges_pairs``).
+        targets: whether the loss reads the targets of teachers (``LossSpec.reads_targets``).
     """
     make_plan = one_pass if partitioner is None else partial(partitioner.plan, costs=costs)
     trees = list(chain.from_iterable(micro_batches))
@@ -284,7 +286,7 @@ def prepare_step(
             if any(path.edge_weight is None for path in tree.paths):  # it has no other pieces
                 tree.weigh_edges()
     plans = [make_plan(TokenTree.forest(forest)) for forest in micro_batches]
-    batches = [TreeBatch.from_plan(plan, "loss", merges_pairs) for plan in plans]
+    batches = [TreeBatch.from_plan(plan, "loss", merges_pairs, targets) for plan in plans]
     if token_shard.rank == 0:
         counts = StepCounts.of_plans(plans, batches, trees, reduction, costs)
     else:

@@ -114,6 +114,7 @@ class TreeStep:
             partitioner=self.partitioner,
             token_shard=self.model.token_shard,
             merges_pairs=self.loss.merges_pairs,
+            targets=self.loss.spec.reads_targets,
         )
 
     def prepare(self, micro_batches: Sequence[Sequence[TokenTree]]) -> StepInput:

@@ -71,7 +71,7 @@ def _warm_up_paths(token_lists: Sequence[list[int]], experts: ExpertSizes | None
 def _warm_up_path(tokens: list[int], preference: str, experts: ExpertSizes | None) -> TokenPath:
     """Returns a path with every field that a loss may read."""
     fields: dict[str, Any] = {name: np.zeros(len(tokens)) for name in PER_TOKEN}
-    fields |= {"policy_version": 0, "preference": preference}
+    fields |= {"policy_version": 0, "preference": preference, "teacher_topk": [{id: -1.0} for id in tokens]}
     if experts is not None:
         first = np.array(tokens)[:, None, None] + np.arange(experts.num_layers)[:, None]
         fields["routed_experts"] = (first + np.arange(experts.top_k)) % experts.num_experts

@@ -59,6 +59,7 @@ class ModelOutput(NamedTuple):
     exports: tuple[Tensor, ...] | None = None
     routed_experts: tuple[Tensor, ...] = ()  # [N, k] int16 per layer with experts: the experts of each token
     statistics: Mapping[Statistic, Tensor] = MappingProxyType({})  # [E] each, on request: see edge_statistics
+    target_logprobs: Tensor | None = None  # [S] fp32, nats: of the batch's ``edge_targets``, if it has them
 
 
 class CachedRows(NamedTuple):
@@ -373,13 +374,20 @@ class TreeModel(nn.Module, ABC):
             hidden = (hidden / batch.edge_temperature[:, None]).to(hidden.dtype)
             cap = None if cap is None else cap / batch.edge_temperature
         label, support = batch.edge_label, batch.edge_support
-        logprobs, entropies = edge_logprobs(
-            hidden, head, label, entropy, self.execution.recompute_logits, cap=cap, support=support
+        logprobs, entropies, of_targets = edge_logprobs(
+            hidden,
+            head,
+            label,
+            entropy,
+            self.execution.recompute_logits,
+            cap=cap,
+            support=support,
+            targets=batch.edge_targets,
         )
         metrics = {}
         if statistics:
             metrics = edge_statistics(statistics, hidden, head, label, cap=cap, support=support)
-        return ModelOutput(logprobs, entropies, statistics=metrics)
+        return ModelOutput(logprobs, entropies, statistics=metrics, target_logprobs=of_targets)
 
 
 def with_images(

@@ -28,6 +28,16 @@ from titan_tree.tree.token_tree import TokenTree
 
 
 @dataclass(frozen=True, kw_only=True)
+class PairTargets:
+    """The S targets of pairs: what a teacher would say in place of the token, see ``TokenTargets``."""
+
+    pair: Tensor  # [S] int64, ascending: index of the pair
+    number: Tensor  # [S] int64: index of the target in ``TreeBatch.edge_targets``, where paths share it
+    teacher: Tensor  # [S] float32, nats: log-prob under the teacher
+    student: Tensor | None = None  # [S] fp32, nats: under the model, see ``TreeBatch.with_target_logprobs``
+
+
+@dataclass(frozen=True, kw_only=True)
 class PathPairs:
     """The F (edge, path) pairs of a batch with P paths, on which losses of single sequences run.
 
@@ -76,18 +86,28 @@ class PathPairs:
     is_mismatched: Tensor | None = None  # [P] bool: whether it is "mismatched"
     # [P] int64: number of the other path of the pair. None in a partition, or if the paths are not pairs.
     partner: Tensor | None = None
-    # [P] int64: number of the first path of the path's rollout. None in a partition, or if paths of a rollout
-    # are missing.
-    rollout: Tensor | None = None
+    targets: PairTargets | None = None  # of pairs that count, if the loss reads them
 
-    def of_edges(self, chosen: Tensor) -> PathPairs:
+    def of_edges(self, chosen: Tensor, edge_targets: Tensor | None = None) -> PathPairs:
         """Returns the pairs of the edges that ``chosen`` [E] bool selects, which are numbered anew.
 
         All paths stay, also those without pairs.
+
+        Args:
+            edge_targets: those of the batch, if the pairs have targets.
         """
         is_chosen, number = chosen[self.edge], chosen.cumsum(0) - 1
         per_pair = {name: value[is_chosen] for name in PER_PAIR if (value := getattr(self, name)) is not None}
-        return dataclasses.replace(self, **per_pair | {"edge": number[self.edge[is_chosen]]})
+        targets = self.targets
+        if targets is not None and edge_targets is not None:
+            is_kept, is_own = is_chosen[targets.pair], chosen[edge_targets[0]]
+            targets = PairTargets(
+                pair=(is_chosen.cumsum(0) - 1)[targets.pair[is_kept]],
+                number=(is_own.cumsum(0) - 1)[targets.number[is_kept]],
+                teacher=targets.teacher[is_kept],
+            )
+        edge = number[self.edge[is_chosen]]
+        return dataclasses.replace(self, **per_pair, edge=edge, targets=targets)
 
 
 # Fields of PathPairs with one number per path; the others have one per pair.
@@ -103,7 +123,9 @@ PER_PATH = (
     "partner",
     "rollout",
 )
-PER_PAIR = tuple(f.name for f in dataclasses.fields(PathPairs) if f.name not in (*PER_PATH, "edge"))
+PER_PAIR = tuple(
+    f.name for f in dataclasses.fields(PathPairs) if f.name not in (*PER_PATH, "edge", "targets")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +153,8 @@ class TreeBatch:
     edge_temperature: Tensor | None = None  # [E] float32: divides the logits; None: all are 1
     # [2, S] int64: the ids that sampling kept for edges, see ``edge_logprobs``; None: all edges have all ids
     edge_support: Tensor | None = None
+    # [2, S] int64: the distinct (edge, token id) of all targets of pairs, see ``edge_logprobs``; None: none
+    edge_targets: Tensor | None = None
     # [L, N, k] int16: forced experts of each layer; -1: the router chooses
     routed_experts: Tensor | None = None
     image_row: Tensor | None = None  # [N] int64: row among those of all ``pixels`` of the plan; -1: text
@@ -142,23 +166,26 @@ class TreeBatch:
     is_dummy: bool = False  # no path runs here: the batch only takes part in communication and adds nothing
 
     @staticmethod
-    def from_trees(trees: Sequence[TokenTree], edges: Edges = "all") -> TreeBatch:
+    def from_trees(trees: Sequence[TokenTree], edges: Edges = "all", targets: bool = False) -> TreeBatch:
         """Puts ``trees`` side by side, in the order given, into one batch.
 
         Args:
             edges: "all" scores every edge. "loss" scores only edges that the loss mask of some path counts.
                 It saves the vocabulary projection of prompts; the loss is the same.
+            targets: see ``from_plan``.
 
         Raises:
             UserError: ``trees`` is not a list of trees or is empty, or a per-token field is missing in some
                 paths but not in all.
         """
         require_list(trees, TokenTree, "TreeBatch.from_trees", "pass [tree]")
-        (batch,) = TreeBatch.from_plan(one_pass(TokenTree.forest(trees)), edges)
+        (batch,) = TreeBatch.from_plan(one_pass(TokenTree.forest(trees)), edges, targets=targets)
         return batch
 
     @staticmethod
-    def from_plan(plan: PartitionPlan, edges: Edges = "all", merges_pairs: bool = False) -> list[TreeBatch]:
+    def from_plan(
+        plan: PartitionPlan, edges: Edges = "all", merges_pairs: bool = False, targets: bool = False
+    ) -> list[TreeBatch]:
         """Returns a batch for each partition, in the plan's order. Their losses add up to the tree's.
 
         A batch contains the paths that run over at least one of its edges. The only batch of a plan of one
@@ -168,13 +195,14 @@ class TreeBatch:
             edges: see ``from_trees``.
             merges_pairs: make one pair per edge if no field of the paths differs between them, see
                 ``merged_pairs``. For losses that do not read the pairs.
+            targets: give pairs the targets of their paths. For losses that read them.
 
         Raises:
             UserError: see ``from_trees``.
         """
         tree, num = plan.tree, len(plan)
         source_partition, source_index = _edge_sources(plan)
-        tree_edges, pairs = tree_pairs(tree, edges)
+        tree_edges, pairs = tree_pairs(tree, edges, targets)
         if merges_pairs:
             pairs = merged_pairs(pairs)
         # The partition that runs an edge's source scores the edge and all of its pairs.
@@ -190,6 +218,8 @@ class TreeBatch:
         accesses = gateway_accesses(tree, plan.partitions) if num > 1 else [None]
         batches: list[TreeBatch] = []
         for i, (partition, access) in enumerate(zip(plan.partitions, accesses, strict=True)):
+            pair_targets, edge_targets = _targets(pairs, pairs_of[i], own_number)
+            path_pairs = _path_pairs(pairs, pairs_of[i], own_number, all_paths=num == 1)
             batches.append(
                 TreeBatch(
                     tokens=torch.from_numpy(tree.tokens[partition.own_tokens].astype(np.int64)),
@@ -197,10 +227,11 @@ class TreeBatch:
                     edge_source=torch.from_numpy(source_index[sources[edges_of[i]]]),
                     edge_label=torch.from_numpy(tree.tokens[tree_edges.label[edges_of[i]]].astype(np.int64)),
                     edge_number=torch.from_numpy(edges_of[i]),
-                    pairs=_path_pairs(pairs, pairs_of[i], own_number, all_paths=num == 1),
+                    pairs=dataclasses.replace(path_pairs, targets=pair_targets),
                     n_logical=int(n_logical[i]),
                     edge_temperature=_tensor_or_none(tree_edges.temperature, edges_of[i]),
                     edge_support=_support(tree_edges.mask, edges_of[i]),
+                    edge_targets=edge_targets,
                     routed_experts=_routed_experts(tree, partition),
                     image_row=_image_row(tree, partition),
                     # A copy, because the pixels may be read-only, or a view with negative strides.
@@ -231,7 +262,15 @@ class TreeBatch:
             edge_number=none,
             edge_temperature=None,
             edge_support=None,
+            edge_targets=None,
         )
+
+    def with_target_logprobs(self, logprobs: Tensor | None) -> TreeBatch:
+        """Returns the batch with the log-probs [S] of ``edge_targets`` under the model, for the loss."""
+        if self.pairs.targets is None or logprobs is None:
+            return self
+        targets = dataclasses.replace(self.pairs.targets, student=logprobs[self.pairs.targets.number])
+        return dataclasses.replace(self, pairs=dataclasses.replace(self.pairs, targets=targets))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeBatch:
         """Returns the batch on another device. From pinned memory, ``non_blocking`` copies asynchronously."""
@@ -270,14 +309,15 @@ def _path_pairs(pairs: TreePairs, chosen: np.ndarray, own_number: np.ndarray, al
     others = () if all_paths else ("partner", "rollout")
     per_path = {name: values for name, values in pairs.path_fields.items() if name not in others}
     paths = np.arange(num_paths) if all_paths else np.unique(pairs.path[chosen])
+    fields: dict[str, Any] = {name: torch.from_numpy(values[paths]) for name, values in per_path.items()}
+    fields |= {name: torch.from_numpy(values[chosen]) for name, values in pairs.fields.items()}
     return PathPairs(
         edge=torch.from_numpy(own_number[pairs.edge[chosen]]),
         path=torch.from_numpy(
             pairs.path[chosen] if all_paths else np.searchsorted(paths, pairs.path[chosen])
         ),
         path_number=torch.from_numpy(paths),
-        **{name: torch.from_numpy(values[paths]) for name, values in per_path.items()},
-        **{name: torch.from_numpy(values[chosen]) for name, values in pairs.fields.items()},
+        **fields,
     )
 
 
@@ -300,6 +340,21 @@ def _support(mask: SamplingMask | None, edges: np.ndarray) -> Tensor | None:
         return None
     sizes, ids = mask.of_tokens(edges)
     return torch.from_numpy(np.stack([np.repeat(np.arange(len(edges)), sizes), ids]))
+
+
+def _targets(
+    pairs: TreePairs, chosen: np.ndarray, own_number: np.ndarray
+) -> tuple[PairTargets | None, Tensor | None]:
+    """Returns the targets of the ``chosen`` pairs of one batch, and ``edge_targets``. See ``_path_pairs``."""
+    if pairs.targets is None:
+        return None, None
+    sizes, ids, logprobs = pairs.targets.of_tokens(chosen)
+    pair = np.repeat(np.arange(len(chosen)), sizes)
+    keys, number = np.unique(own_number[pairs.edge[chosen]][pair] << 32 | ids, return_inverse=True)
+    pair_targets = PairTargets(
+        pair=torch.from_numpy(pair), number=torch.from_numpy(number), teacher=torch.from_numpy(logprobs)
+    )
+    return pair_targets, torch.from_numpy(np.stack([keys >> 32, keys & 0xFFFFFFFF]))
 
 
 def _tensor_or_none(values: np.ndarray | None, index: np.ndarray) -> Tensor | None:
@@ -341,7 +396,7 @@ def _layout(tree: TokenTree, partition: Partition, access: GatewayAccess | None)
     )
 
 
-B = TypeVar("B", TreeBatch, PathPairs)
+B = TypeVar("B", bound=TreeBatch | PathPairs | PairTargets)
 
 
 def _map(record: B, function: Callable[[Tensor | TreeLayout], object]) -> B:
@@ -352,7 +407,7 @@ def _map(record: B, function: Callable[[Tensor | TreeLayout], object]) -> B:
             return function(value)
         if type(value) is tuple:
             return tuple(map(mapped, value))
-        return _map(value, function) if isinstance(value, PathPairs) else value
+        return _map(value, function) if isinstance(value, PathPairs | PairTargets) else value
 
     values: dict[str, Any] = {
         field.name: mapped(getattr(record, field.name)) for field in dataclasses.fields(record)
@@ -411,10 +466,7 @@ class TokenShard(NamedTuple):
         tokens = self.tokens(len(batch))
         is_own = (batch.edge_source >= tokens.start) & (batch.edge_source < tokens.stop)
         layout, routed = batch.layout, batch.routed_experts
-        temperature, support = batch.edge_temperature, batch.edge_support
-        if support is not None:
-            support = support[:, is_own[support[0]]]
-            support = torch.stack([is_own.cumsum(0)[support[0]] - 1, support[1]])
+        temperature = batch.edge_temperature
         num_paths = None if layout.num_paths is None else layout.num_paths[tokens]
         return dataclasses.replace(
             batch,
@@ -423,11 +475,20 @@ class TokenShard(NamedTuple):
             edge_source=batch.edge_source[is_own] - tokens.start,
             edge_label=batch.edge_label[is_own],
             edge_number=batch.edge_number[is_own],
-            pairs=batch.pairs.of_edges(is_own),
+            pairs=batch.pairs.of_edges(is_own, batch.edge_targets),
             edge_temperature=None if temperature is None else temperature[is_own],
-            edge_support=support,
+            edge_support=_of_edges(batch.edge_support, is_own),
+            edge_targets=_of_edges(batch.edge_targets, is_own),
             routed_experts=None if routed is None else routed[:, tokens],
         )
+
+
+def _of_edges(ids: Tensor | None, chosen: Tensor) -> Tensor | None:
+    """Returns those of ``ids`` [2, S] whose edges ``chosen`` [E] bool selects, which are numbered anew."""
+    if ids is None:
+        return None
+    edge, token = ids[:, chosen[ids[0]]]
+    return torch.stack([chosen.cumsum(0)[edge] - 1, token])
 
 
 ALL_TOKENS = TokenShard()  # the shard of a rank that computes whole batches

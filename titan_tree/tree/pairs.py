@@ -10,6 +10,7 @@ import numpy as np
 from titan_tree.errors import UserError
 from titan_tree.tree.path_fields import SamplingMask
 from titan_tree.tree.paths import PER_TOKEN, TokenPath
+from titan_tree.tree.token_targets import TokenTargets, no_targets
 from titan_tree.tree.token_tree import TokenTree
 
 MAX_LOG_RATIO = 20.0  # of importance weights and of divergences; verl has the same bound
@@ -35,10 +36,14 @@ class TreePairs(NamedTuple):
     path: np.ndarray  # [F] int64
     fields: dict[str, np.ndarray]  # [F] each: the per-token fields of ``PathPairs``
     path_fields: dict[str, np.ndarray]  # [P] each: the fields per path
+    targets: TokenTargets | None = None  # of the F pairs; None: not asked for, or no path has them
 
 
-def tree_pairs(tree: TokenTree, edges: Edges) -> tuple[TreeEdges, TreePairs]:
+def tree_pairs(tree: TokenTree, edges: Edges, targets: bool = False) -> tuple[TreeEdges, TreePairs]:
     """Returns the edges and pairs of a tree.
+
+    Args:
+        targets: also return the targets of pairs that count, with a path of positive weight.
 
     Raises:
         UserError: a field is missing in some paths, but not in all.
@@ -75,7 +80,11 @@ def tree_pairs(tree: TokenTree, edges: Edges) -> tuple[TreeEdges, TreePairs]:
     if (rollout := _rollouts(paths, loss_tokens)) is not None:
         path_fields["rollout"] = rollout
     tree_edges, edge_of_pair = _edges(tree, chosen, path_of_pair, fields["loss_mask"] > 0)
-    return tree_edges, TreePairs(edge_of_pair, path_of_pair, fields, path_fields)
+    pair_targets = _joined_targets(paths) if targets else None
+    if pair_targets is not None:
+        is_counted = (fields["loss_mask"] > 0) & (path_fields["weight"][path_of_pair] > 0)
+        pair_targets = pair_targets.of_tokens(chosen).where(is_counted)
+    return tree_edges, TreePairs(edge_of_pair, path_of_pair, fields, path_fields, pair_targets)
 
 
 def merged_pairs(pairs: TreePairs) -> TreePairs:
@@ -251,11 +260,25 @@ def _joined(paths: Sequence[TokenPath], name: str) -> np.ndarray | None:
     values = [getattr(path, name) for path in paths]
     missing = [path for path, value in zip(paths, values, strict=True) if value is None]
     if 0 < len(missing) < len(paths):
-        raise UserError(
-            f"path {missing[0].id or '?'}: {name}: missing, but other paths of the batch have it; "
-            "give it to all paths or to none"
-        )
+        raise _missing(missing[0], name)
     return None if missing else np.concatenate(values)
+
+
+def _joined_targets(paths: Sequence[TokenPath]) -> TokenTargets | None:
+    """Returns the teacher's targets of all paths, concatenated, or None if no path has them."""
+    if all(path.teacher_topk is None for path in paths):
+        return None
+    for path in paths:
+        if path.teacher_topk is None and path.loss_tokens:
+            raise _missing(path, "teacher_topk")
+    return TokenTargets.concatenate([path.teacher_topk or no_targets(len(path)) for path in paths])
+
+
+def _missing(path: TokenPath, name: str) -> UserError:
+    return UserError(
+        f"path {path.id or '?'}: {name}: missing, but other paths of the batch have it; give it to all paths "
+        "or to none"
+    )
 
 
 def _joined_masks(paths: Sequence[TokenPath]) -> SamplingMask | None:

@@ -40,10 +40,7 @@ class SamplingMask(NamedTuple):
 
     def of_tokens(self, tokens: np.ndarray) -> SamplingMask:
         """Returns the mask of the chosen ``tokens`` [t] int64, in their order."""
-        sizes = self.sizes[tokens]
-        shifts = _starts(self.sizes)[tokens] - _starts(sizes)
-        index = np.repeat(shifts, sizes) + np.arange(sizes.sum(dtype=np.int64))
-        return SamplingMask(sizes, self.ids[index])
+        return SamplingMask(self.sizes[tokens], self.ids[ragged_index(self.sizes, tokens)])
 
     def by_token(self) -> list[np.ndarray]:
         """Returns the ids of each token."""
@@ -286,9 +283,13 @@ def _flat(value: object) -> SamplingMask:
         raise wrong("sampling_mask", LISTS, shorten(value)) from None
 
 
-def _starts(sizes: np.ndarray) -> np.ndarray:
-    starts: np.ndarray = np.cumsum(sizes, dtype=np.int64) - sizes
-    return starts
+def ragged_index(sizes: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Returns the indices of the entries of the chosen ``tokens`` [t] int64; token i has ``sizes[i]``."""
+    chosen = sizes[tokens]
+    starts = np.cumsum(sizes, dtype=np.int64) - sizes
+    shifts = starts[tokens] - (np.cumsum(chosen, dtype=np.int64) - chosen)
+    index: np.ndarray = np.repeat(shifts, chosen) + np.arange(chosen.sum(dtype=np.int64))
+    return index
 
 
 def decoded_array(field: str, encoded: str) -> np.ndarray:

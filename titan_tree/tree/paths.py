@@ -25,6 +25,7 @@ from titan_tree.tree.path_fields import (
     version_array,
     wrong,
 )
+from titan_tree.tree.token_targets import TokenTargets, TopK, teacher_topk_of
 
 Logprobs = Sequence[float | None] | ArrayLike  # None and NaN: the token was not scored
 
@@ -100,6 +101,13 @@ class TokenPath:
         images: (index of the image's first token, Image) of each image, in order. An image takes the place
             of ``len(image)`` tokens, which all have one placeholder id and loss mask 0. Paths share image
             tokens if they are the same part of equal images, see tree/images.py. Stored as a tuple.
+        teacher_topk: T mappings of token ids to their log-probs under a teacher, for distillation: of the
+            likeliest ids in place of each token. As all log-probs, they are those at ``temperature`` and over
+            ``sampling_mask``. In place of a log-prob, there may be an object with "logprob", as in vLLM's
+            prompt_logprobs. None and {} stand for a token that was not scored; the loss mask must be 0 there.
+            Stored as TokenTargets, without those of tokens that the loss does not count.
+        teacher: name of the teacher. Paths of one tree with one teacher must have the same targets where they
+            share a counted token.
 
     Attributes:
         edge_weight: [T] float32, set by ``TokenTree.weigh_edges``: the sum of weight * loss_mask over all
@@ -129,6 +137,8 @@ class TokenPath:
     is_first: np.ndarray | None = field(init=False)
     sampling_mask: SamplingMask | None
     images: PathImages
+    teacher_topk: TokenTargets | None
+    teacher: str | None
 
     def __init__(
         self,
@@ -151,7 +161,8 @@ class TokenPath:
         shifted_ref_logprobs: Logprobs | None = None,
         shifted_rollout_logprobs: Logprobs | None = None,
         images: Sequence[tuple[int, Image]] | None = None,
-        rollout: str | None = None,
+        teacher_topk: TokenTargets | Sequence[TopK | None] | None = None,
+        teacher: str | None = None,
     ) -> None:
         self.id, self.rollout, self.edge_weight, self.is_first = id, rollout, None, None
         with self._named_errors():
@@ -178,6 +189,11 @@ class TokenPath:
             if sampling_mask is not None:
                 self.sampling_mask = sampling_mask_of(sampling_mask, self.tokens, mask)
             self.images = () if images is None else path_images(images, self.tokens, mask)
+            self.teacher_topk, self.teacher = None, teacher
+            if teacher_topk is not None:
+                self.teacher_topk = teacher_topk_of(teacher_topk, self.tokens, mask, self.sampling_mask)
+            if not isinstance(teacher, str | None):
+                raise wrong("teacher", "a name", shorten(teacher))
             self.rollout_tokens = self._rollout_tokens(rollout_tokens)
             self.preference, self.pair = None, pair
             if preference is not None:
@@ -258,13 +274,14 @@ class TokenPath:
                 f"token id {self.tokens[at]} at token {at}: expected ids below the model's vocabulary size "
                 f"{vocab_size}; check that tokenizer and model belong together"
             )
-        mask = self.sampling_mask
-        if vocab_size is not None and mask is not None and (largest := mask.ids.max()) >= vocab_size:
-            raise wrong(
-                "sampling_mask",
-                f"ids below the model's vocabulary size {vocab_size}",
-                f"{largest}; check that this model sampled",
-            )
+        for name, hint in (
+            ("sampling_mask", "check that this model sampled"),
+            ("teacher_topk", "choose a teacher with the tokenizer of this model"),
+        ):
+            ids = getattr(getattr(self, name), "ids", None)
+            if vocab_size is not None and ids is not None and (largest := ids.max()) >= vocab_size:
+                expected = f"ids below the model's vocabulary size {vocab_size}"
+                raise wrong(name, expected, f"{largest}; {hint}")
         if experts is None or self.routed_experts is None:
             return
         if self.routed_experts.shape[1:] != experts[:2]:

@@ -20,6 +20,7 @@ from titan_tree.errors import UserError, require_list
 from titan_tree.tree.images import Image, distinct_images, first_rows, mrope_positions, renumbered_rows
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.routed_experts import Replay, RoutedExperts, merged_experts, split_keys
+from titan_tree.tree.token_targets import check_shared_targets
 
 
 def reuse_ratio(n_rows: int, n_run: int) -> float:
@@ -149,7 +150,8 @@ class TokenTree:
 
         Raises:
             UserError: ``paths`` is not a list of paths or is empty, the paths hold 2**31 tokens or more in
-                total, models of different sizes recorded their experts, or ``replay`` is unknown.
+                total, models of different sizes recorded their experts, ``replay`` is unknown, or a teacher
+                contradicts itself, see ``check_shared_targets``.
         """
         require_list(
             paths, TokenPath, "TokenTree.from_paths", "pass [TokenPath(tokens)], or tree.paths of a tree"
@@ -185,6 +187,7 @@ class TokenTree:
         rank[order] = np.arange(len(order))
         to_dfs = (start[node_of] + np.arange(len(lex_parent)) - first[node_of]).astype(np.int32)
         path_index = to_dfs[flat]
+        check_shared_targets(paths, path_index)
         tokens = np.empty(len(lex_parent), np.int32)
         tokens[path_index] = np.concatenate([p.tokens for p in paths])
         if records is not None:

@@ -57,7 +57,7 @@ Moments = tuple[float | Tensor, float | Tensor, float | Tensor]
 
 
 def register_loss(
-    name: str, whole_paths: bool = False, reference: bool = False
+    name: str, whole_paths: bool = False, reference: bool = False, targets: bool = False
 ) -> Callable[[LossFunction], LossFunction]:
     """Returns a decorator that registers a loss for ``TreeLoss(name)`` and the setting ``loss.name``.
 
@@ -69,6 +69,7 @@ def register_loss(
             tree. If a tree is partitioned, all partitions are then scored before the loss is computed.
         reference: whether the loss reads ref_logprobs. In reinforcement learning, the reference model then
             scores rollouts.
+        targets: whether the loss reads ``pairs.targets``, the likeliest tokens under a teacher.
     """
 
     def register(function: LossFunction) -> LossFunction:
@@ -78,6 +79,7 @@ def register_loss(
             needs_whole_paths=needs.needs_whole_paths or whole_paths,
             compares_paths=needs.compares_paths or whole_paths,
             reads_reference=needs.reads_reference or reference,
+            reads_targets=needs.reads_targets or targets,
         )
         LOSSES.register(name, spec)
         return function
@@ -283,11 +285,17 @@ class TreeLoss:
         """
         pairs = batch.pairs
         is_counted = (pairs.weight[pairs.path] > 0) & (pairs.loss_mask > 0)
-        path_logprobs = self._by_pair(logprobs, pairs).requires_grad_()
-        losses, _ = self._losses(path_logprobs, pairs, entropy, statistics or GlobalStatistics())
+        leaves = [self._by_pair(logprobs, pairs).requires_grad_()]
+        if pairs.targets is not None and pairs.targets.student is not None:
+            leaves.append(pairs.targets.student.detach().requires_grad_())
+            pairs = dataclasses.replace(pairs, targets=dataclasses.replace(pairs.targets, student=leaves[1]))
+        losses, _ = self._losses(leaves[0], pairs, entropy, statistics or GlobalStatistics())
         losses = torch.where(is_counted, losses, 0.0)
-        (derivatives,) = torch.autograd.grad(losses.sum(), path_logprobs)
-        return is_counted & ~(losses.isfinite() & derivatives.isfinite())
+        derivative, *others = torch.autograd.grad(losses.sum(), leaves, materialize_grads=True)
+        is_finite = losses.isfinite() & derivative.isfinite()
+        if pairs.targets is not None and others:
+            is_finite[pairs.targets.pair[~others[0].isfinite()]] = False
+        return is_counted & ~is_finite
 
     def _coefficient(self, token_weight: Tensor, pairs: PathPairs) -> Tensor:
         """Returns c_{p,t} of each pair, [F], from w_p m_{p,t}."""

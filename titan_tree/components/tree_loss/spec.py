@@ -57,12 +57,21 @@ class LossSpec:
     corrects_rollout: bool = False  # whether it reads rollout_logprobs and so takes no RolloutCorrection
     # Whether it reads ref_logprobs. In reinforcement learning, the reference model then scores rollouts.
     reads_reference: bool = False
+    # Whether it reads ``PathPairs.targets``, the likeliest tokens under a teacher.
+    reads_targets: bool = False
     reads_preferences: bool = False  # whether it reads preferences, so that every path needs one
     # Whether it reads the pairs. Otherwise the loss of an edge is the same on all paths, and batches may hold
     # one pair per edge (``merged_pairs``).
     reads_pairs: bool = True
     # TreeStep measures the mean in a pass over all micro-batches, before the first backward pass.
     measurement: Measurement | None = None
+
+    def __post_init__(self) -> None:
+        if self.reads_targets and self.needs_whole_paths:
+            raise UserError(
+                "loss: expected one of reads_targets and needs_whole_paths, got both; targets are those of "
+                "single tokens"
+            )
 
     @classmethod
     def of(cls, name: str) -> LossSpec:
@@ -91,9 +100,10 @@ def call_loss(
         UserError: the function returns something else, changes an input in place, runs a backward pass, or
             reads a field that the pairs do not have; or it is the user's, and raises.
     """
+    of_targets = {} if pairs.targets is None else vars(pairs.targets)
     inputs = {
         key: value
-        for key, value in {"logprobs": logprobs, **vars(pairs)}.items()
+        for key, value in {"logprobs": logprobs, **vars(pairs), **of_targets}.items()
         if isinstance(value, Tensor) and not value.is_inference()
     }
     before = {key: value._version for key, value in inputs.items()}

@@ -1,4 +1,4 @@
-"""Losses of single tokens: sft, policy gradients with one ratio per token, and on-policy distillation.
+"""Losses of single tokens: sft, and policy gradients with one ratio per token.
 
 Each function takes log-probs [F] in nats under the current model, and the F (edge, path) pairs that they
 belong to. It returns losses [F], or losses and a dict of metrics, each [F]. In formulas, A is the advantage,
@@ -13,13 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from titan_tree.components.tree_loss.ratios import (
-    bounded_exp,
-    clipped_surrogate,
-    field,
-    kl_estimate,
-    ratio_metrics,
-)
+from titan_tree.components.tree_loss.ratios import clipped_surrogate, field, ratio_metrics
 from titan_tree.components.tree_loss.settings import LossFunction
 from titan_tree.components.tree_loss.spec import LossAndMetrics, LossSpec
 from titan_tree.errors import UserError
@@ -232,17 +226,3 @@ def decoupled_ppo(
     loss, metrics = ppo(logprobs, pairs, clip_low, clip_high)
     loss = torch.where(weight > 0, weight * loss, 0.0)
     return loss, metrics | {"masked_fraction": is_dropped.float()}
-
-
-@partial(LossSpec, reads_reference=True)
-def distill(logprobs: Tensor, pairs: PathPairs) -> LossAndMetrics:
-    """Returns -A l with A = log p_teacher - l, a constant: on-policy distillation (GKD, arXiv:2306.13649).
-
-    Its expected gradient is that of KL(student || teacher) if the current model sampled the paths. The
-    teacher's log-probs are ``ref_logprobs``.
-
-    Returns:
-        Losses, and the metric teacher_kl, the k1 estimate of KL(student || teacher).
-    """
-    gap = logprobs.detach() - field(pairs, "ref_logprobs")
-    return gap * logprobs, {"teacher_kl": kl_estimate("k1", gap)}

@@ -14,10 +14,10 @@ from titan_tree.errors import UserError, shorten
 KINDS = ("messages", "text", "tokens")  # a node has exactly one of these
 PER_TOKEN = (
     "loss_mask", "old_logprobs", "rollout_logprobs", "ref_logprobs", "sampling_mask", "policy_version",
-    "advantage",
+    "advantage", "teacher_topk",
 )  # fmt: skip
 # Of the node at which a sample ends:
-OF_SAMPLE = ("reward", "weight", "temperature", "rollout_id", "finish_reason")
+OF_SAMPLE = ("reward", "weight", "temperature", "rollout_id", "finish_reason", "teacher")
 ALLOWED = {
     kind: frozenset(
         {"id", "parent", "sample", kind, *OF_SAMPLE, *(PER_TOKEN if kind == "tokens" else ("advantage",))}
@@ -40,10 +40,10 @@ class ExplicitTreeReader(RowReader):
       messages, or the text of a user's message.
     - ``text``: a part of an assistant's message. The texts of adjacent nodes are joined without a separator.
     - ``tokens``: token ids. ``loss_mask`` (default 1), ``old_logprobs``, ``rollout_logprobs``,
-      ``ref_logprobs``, ``sampling_mask``, ``policy_version`` and ``advantage`` have one entry per token of
-      the node, or one number for all of them.
-    - ``reward``, ``weight``, ``temperature``, ``rollout_id``, and the ``advantage`` of messages belong to the
-      sample that ends at the node. Other nodes must not have them.
+      ``ref_logprobs``, ``sampling_mask``, ``policy_version``, ``advantage`` and ``teacher_topk`` have one
+      entry per token of the node, or one number for all of them.
+    - ``reward``, ``weight``, ``temperature``, ``rollout_id``, ``teacher``, and the ``advantage`` of messages
+      belong to the sample that ends at the node. Other nodes must not have them.
     """
 
     def recognizes_row(self, row: Record) -> bool:

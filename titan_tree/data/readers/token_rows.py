@@ -31,6 +31,7 @@ PER_TOKEN = {
     ),
     "ref_logprobs": ("ref_logprobs", "ref_log_prob", "ref_per_token_logps"),
     "sampling_mask": ("sampling_mask",),
+    "teacher_topk": ("teacher_topk",),
     "policy_version": ("policy_version", "versions", "output_versions", "weight_version"),
     "advantage": ("advantage", "advantages"),
 }
@@ -41,6 +42,7 @@ PER_ROW = {
     "id": ("id",),
     "routed_experts": ("routed_experts", "rollout_routed_experts", "rollout_expert_indices"),
     "images": ("images",),
+    "teacher": ("teacher",),
 }
 MARKS = ("finish_reason", "stop_reason", "status")
 FLAGS = ("truncated", "is_truncated")  # true: cut off
