@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titan_tree.components.edge_statistics import edge_statistics
+from titan_tree.components.edge_statistics import Likeliest, edge_statistics
 
 NAMES = ("is_top1", "mean_logits", "log_sum_sq_probs")
 
@@ -55,3 +55,17 @@ def test_only_the_chosen_statistics_are_computed_and_none_has_a_gradient() -> No
 def test_statistics_of_no_edges_are_empty() -> None:
     found = edge_statistics(NAMES, torch.ones(0, 8), torch.ones(20, 8), torch.ones(0, dtype=torch.int64))
     assert all(value.shape == (0,) for value in found.values())
+
+
+@pytest.mark.parametrize(("k", "cap"), [(7, None), (200, 3.0), (999, None)])
+def test_the_likeliest_tokens_are_those_of_all_blocks(k: int, cap: float | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=generator).double() for n in (3, 300))
+    logits = hidden @ weight.t()
+    caps = None if cap is None else torch.full((3,), cap).double()
+    logits = logits if cap is None else cap * (logits / cap).tanh()
+    names = Likeliest(k, "ids"), Likeliest(k, "logprobs")
+    found = edge_statistics(names, hidden, weight, torch.zeros(3, dtype=torch.int64), 3 * 128, caps)
+    want, ids = logits.log_softmax(1).topk(min(k, 300))
+    torch.testing.assert_close(found[names[1]], want)
+    assert torch.equal(found[names[0]], ids)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from tests.support.datasets import sample_reader
 from tests.support.oracle import random_groups
@@ -342,3 +343,44 @@ def test_a_snapshot_without_a_configuration(tmp_path):
     for _, paths in read(tmp_path / "out.jsonl"):
         for path in paths:
             np.testing.assert_allclose(path.old_logprobs, alone(model, path), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("max_tokens", [160, 12])
+def test_the_likeliest_tokens_are_those_of_transformers(tmp_path, max_tokens, capsys):
+    rows = [json.loads(line) for line in write_rows(tmp_path / "rows.jsonl").open()]
+    for row in rows:
+        row["teacher"] = "large"
+        if row["sampling_mask"] and row["group_id"] == "g5":
+            row["sampling_mask"] = [mask and [*range(0, 60, 9), *mask] for mask in row["sampling_mask"]]
+            row["sampling_mask"] = [mask and sorted({*mask}) for mask in row["sampling_mask"]]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_pretrained(model_of(tmp_path), tmp_path / "snapshot")
+    command = ["score", str(tmp_path / "rows.jsonl"), str(tmp_path / "out.jsonl"), "--top-k", "5"]
+    command += ["--model", str(tmp_path / "snapshot"), "training.dtype=float32"]
+    assert main([*command, f"data.max_tokens={max_tokens}"]) == 0
+    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "snapshot", dtype=torch.float32)
+    sizes = set()
+    for path in [path for _, paths in read(tmp_path / "out.jsonl") for path in paths]:
+        assert (path.teacher, path.old_logprobs) == ("large", None)
+        with torch.no_grad():
+            logits = hf(torch.tensor([path.tokens.tolist()])).logits[0, :-1] / path.temperature
+        targets = path.teacher_topk
+        assert (targets.sizes > 0).tolist() == [False, *(path.loss_mask[1:] > 0)]
+        for t in np.flatnonzero(targets.sizes):
+            got = targets.of_tokens(np.array([t]))
+            kept = path.sampling_mask.of_tokens(np.array([t])).ids if path.sampling_mask else range(VOCAB)
+            ids = np.array([*kept])
+            values, order = logits[t - 1][ids].log_softmax(0).topk(min(5, len(ids)))
+            assert got.ids.tolist() == ids[order.numpy()].tolist()
+            np.testing.assert_allclose(got.logprobs, values, rtol=1e-5, atol=1e-5)
+            sizes.add(len(got.ids))
+    assert sizes == {1, 5}
+    options = {"data__files": f"[{tmp_path / 'out.jsonl'}]", "data__max_tokens": max_tokens}
+    run = tiny_config(tmp_path, loss__name="distill_topk", training__steps=1, **options)
+    train(run)
+    (row,) = read_metrics(run)
+    assert float(row["teacher_kl"]) == pytest.approx(0, abs=1e-5)  # the student is the teacher
+    assert 0 < float(row["teacher_mass"]) < 1
+    again = [*command[:1], str(tmp_path / "out.jsonl"), str(tmp_path / "again.jsonl"), *command[3:]]
+    assert main([*again, "--field", "old_logprobs"]) == 2
+    assert "teacher_topk: expected none, because they are computed; remove the field" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 titan-tree score rollouts.jsonl scored.jsonl --model /models/Qwen3-1.7B
 titan-tree score rollouts.jsonl scored.jsonl --config run.toml --field ref_logprobs
+titan-tree score rollouts.jsonl taught.jsonl --model /models/Qwen3-32B --top-k 64
 torchrun --nproc-per-node 8 -m titan_tree score rollouts.jsonl scored.jsonl --config run.toml
 
 Each shared prefix is computed once. --config is the configuration of the training run: model, dtype, data and
@@ -39,10 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
     add(
         "--field",
-        default="old_logprobs",
         metavar="NAME",
-        help="the field to write, such as ref_logprobs",
+        help="the field to write: old_logprobs, or ref_logprobs (the default with --top-k)",
     )
+    add("--top-k", type=int, metavar="K", help="also write the K likeliest tokens of a teacher: teacher_topk")
     add("--entropies", action="store_true", help="also write the entropies; training ignores them")
     add_force_argument(parser)
     add_plugins_argument(parser)
@@ -68,9 +69,10 @@ def run(args: argparse.Namespace) -> None:
             totals = score_files(
                 config,
                 args.out,
-                args.field,
+                args.field or ("ref_logprobs" if args.top_k else "old_logprobs"),
                 entropies=args.entropies,
                 routed_experts=args.experts,
+                top_k=args.top_k or 0,
                 open_file=open_file,
                 inputs=[args.config] if args.config else [],
                 force=args.force,

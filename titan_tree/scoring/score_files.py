@@ -70,6 +70,7 @@ def score_files(
     *,
     entropies: bool = False,
     routed_experts: bool = False,
+    top_k: int = 0,
     open_file: OpenFile = open_binary,
     inputs: Sequence[str] = (),
     force: bool = False,
@@ -88,6 +89,7 @@ def score_files(
         field: "old_logprobs" or "ref_logprobs": the field of the log-probs.
         entropies: also write ``entropies``, which training ignores.
         routed_experts: also write ``routed_experts``, of a model with experts.
+        top_k: also write so many of the likeliest tokens, for distillation: ``teacher_topk``.
         open_file: opens the data files; a progress bar wraps them here.
         inputs: what is read besides what ``config`` names, see ``check_output``.
         force: replace ``out`` if it exists.
@@ -98,6 +100,8 @@ def score_files(
     """
     if field not in FIELDS:
         raise UserError(f"--field: expected one of {', '.join(FIELDS)}, got {field!r}")
+    if top_k < 0:
+        raise UserError(f"--top-k: expected a number of at least 1, got {top_k}")
     is_member = dist.is_initialized()
     if not is_member:
         init_distributed(config.parallel.timeout_s)
@@ -108,8 +112,8 @@ def score_files(
             output = call_on_all_ranks(
                 lambda: ResumableFile(Path(out), [*inputs, *paths_read(config)], force)
             )
-            run = _ScoreRun(config, output, field, entropies, routed_experts, all_ranks(device), open_file)
-            return run()
+            mesh = all_ranks(device)
+            return _ScoreRun(config, output, field, entropies, routed_experts, top_k, mesh, open_file)()
     finally:
         if not is_member:
             dist.destroy_process_group()
@@ -125,6 +129,7 @@ class _ScoreRun:
         field: str,
         entropies: bool,
         routed_experts: bool,
+        top_k: int,
         mesh: DeviceMesh | OneRank,
         open_file: OpenFile,
     ) -> None:
@@ -132,8 +137,8 @@ class _ScoreRun:
         data = dataclasses.replace(config.data, advantage="given", advantage_options={}, weights=None)
         self.config, self.field = config, field
         self.sharing = config.parallel.sequence_parallel  # ranks that score the same trees
-        self.entropies, self.routed_experts, self.open_file = entropies, routed_experts, open_file
-        self.output = output
+        self.entropies, self.routed_experts, self.top_k = entropies, routed_experts, top_k
+        self.open_file, self.output = open_file, output
         self.lock = FolderLock(self.output.folder)
         self.model: TreeModel = build_parallel_model(
             config.model, config.training, config.parallel, mesh, config.lora
@@ -183,6 +188,7 @@ class _ScoreRun:
                 self.partitioner,
                 entropies=self.entropies,
                 routed_experts=self.routed_experts,
+                top_k=self.top_k,
             )
         return [
             self._group_result(group, name, paths, tree, path_scores)
@@ -199,11 +205,12 @@ class _ScoreRun:
                     f"path {path.id}: {self.field}: expected none, because they are computed; remove the "
                     "field from the data, or choose another --field"
                 )
-            if self.routed_experts and path.routed_experts is not None:
-                raise UserError(
-                    f"path {path.id}: routed_experts: expected none, because they are computed; remove the "
-                    "field, or do not ask for experts"
-                )
+            for name, is_asked in (("routed_experts", self.routed_experts), ("teacher_topk", self.top_k)):
+                if is_asked and getattr(path, name) is not None:
+                    raise UserError(
+                        f"path {path.id}: {name}: expected none, because they are computed; remove the "
+                        "field, or do not ask for them"
+                    )
             experts = None if replay == "off" else path.routed_experts
             paths.append(
                 TokenPath(
@@ -235,7 +242,7 @@ class _ScoreRun:
                 "routed_experts": path_scores.routed_experts,
             }
             present = {key: value.cpu().numpy() for key, value in values.items() if value is not None}
-            lines.append(path_record(group, name, path, fields, present) + "\n")
+            lines.append(path_record(group, name, path, fields, present, path_scores.likeliest) + "\n")
             totals += _difference(path, present[self.field])
         return "".join(lines), totals
 
@@ -271,6 +278,7 @@ class _ScoreRun:
             "field": self.field,
             "entropies": self.entropies,
             "experts": self.routed_experts,
+            "top_k": self.top_k,
         }
 
 

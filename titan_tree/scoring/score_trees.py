@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Literal, NamedTuple, TypeVar, overload
 
 import numpy as np
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from titan_tree.components.edge_statistics import Likeliest
+from titan_tree.components.logprobs import EMPTY
 from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.data.packing import first_fit
 from titan_tree.distributed.collectives import call_on_all_ranks, world_group, world_size
@@ -27,10 +29,11 @@ from titan_tree.distributed.sequence_parallel import join
 from titan_tree.engine.forward import Outputs, forward_passes, join_outputs
 from titan_tree.engine.schedule import equal_schedule, lineages
 from titan_tree.errors import UserError
-from titan_tree.models.tree_model import TreeModel
+from titan_tree.models.tree_model import ModelOutput, TreeModel
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.partition import PartitionPlan, one_pass
 from titan_tree.tree.paths import ModelLimits, TokenPath
+from titan_tree.tree.token_targets import TokenTargets
 from titan_tree.tree.token_tree import TokenTree
 
 B = TypeVar("B", Tensor, TreeBatch)
@@ -43,6 +46,7 @@ class PathScores:
     logprobs: Tensor  # [T] fp32, nats, on the model's device
     entropies: Tensor | None = None  # [T] fp32, nats: of the distribution that predicts the token
     routed_experts: Tensor | None = None  # [T, L, k] int16, on the CPU, see ``TokenPath``
+    likeliest: TokenTargets | None = None  # the top_k likeliest tokens in place of each counted one
 
 
 @overload
@@ -165,6 +169,7 @@ def score_trees(
     *,
     entropies: bool = False,
     routed_experts: bool = False,
+    top_k: int = 0,
 ) -> list[list[PathScores]]:
     """Returns the scores of each tree's paths, in their order. Each shared token is computed once.
 
@@ -180,6 +185,7 @@ def score_trees(
         partitioner: splits trees of more than ``max_tokens`` tokens. None runs each tree in one forward pass.
         entropies: also return the entropies.
         routed_experts: also return the experts. The model must have experts.
+        top_k: also return so many of the likeliest tokens.
 
     Raises:
         UserError: max_tokens is set with gradients enabled, or experts are asked of a model without experts.
@@ -199,7 +205,7 @@ def score_trees(
     scores_by_tree: list[list[PathScores]] = [[] for _ in trees]
     with nullcontext() if torch.is_grad_enabled() else cast_weights(model):
         for forward in forwards:
-            outputs = _outputs(model, forward.partitions, entropies)
+            outputs = _outputs(model, forward.partitions, entropies, top_k)
             if forward.plan is None:
                 for _ in outputs:
                     pass
@@ -211,6 +217,22 @@ def score_trees(
     if not torch.is_grad_enabled():
         reshard(model)
     return scores_by_tree
+
+
+@torch.no_grad()
+def set_teacher_topk(
+    model: TreeModel,
+    trees: Sequence[TokenTree],
+    top_k: int,
+    *,
+    max_tokens: int,
+    partitioner: TreePartitioner | None,
+) -> None:
+    """Sets ``teacher_topk`` of all paths of trees to the likeliest tokens under ``model``. See above."""
+    scores = score_trees(model, trees, max_tokens, partitioner, top_k=top_k)
+    for tree, of_tree in zip(trees, scores, strict=True):
+        for path, path_scores in zip(tree.paths, of_tree, strict=True):
+            path.teacher_topk = path_scores.likeliest
 
 
 @torch.no_grad()
@@ -275,14 +297,15 @@ def _check_arguments(model: TreeModel, max_tokens: int | None, routed_experts: b
         )
 
 
-def _outputs(model: TreeModel, partitions: Sequence[TreeBatch], entropies: bool) -> Outputs:
+def _outputs(model: TreeModel, partitions: Sequence[TreeBatch], entropies: bool, top_k: int) -> Outputs:
     """Returns the batch and the output of each partition. A single one has gradients, if they are enabled."""
     device = next(model.parameters()).device
     batches = [_pinned(device, batch) for batch in partitions]
+    statistics = [Likeliest(top_k, "ids"), Likeliest(top_k, "logprobs")] if top_k else []
     if torch.is_grad_enabled() and len(batches) == 1:
         batch = batches[0].to(device, non_blocking=True)
-        return iter([(batch, model(batch, entropy=entropies))])
-    return forward_passes(model, batches, device, entropy=entropies)
+        return iter([(batch, model(batch, entropy=entropies, statistics=statistics))])
+    return forward_passes(model, batches, device, entropy=entropies, statistics=statistics)
 
 
 class _Experts:
@@ -356,10 +379,31 @@ def _path_scores(
         nothing
         if experts is None
         else experts.by_token[torch.from_numpy(tree.path_index).long()].split(lengths),
+        _likeliest(scores, edge, is_counted, tree.path_offsets) if scores.statistics else nothing,
         strict=True,
     )
-    for logprobs, entropies, routed_experts in columns:
-        yield PathScores(logprobs, entropies, routed_experts)
+    for of_path in columns:
+        yield PathScores(*of_path)
+
+
+def _likeliest(
+    scores: ModelOutput, edge: Tensor, is_counted: np.ndarray, path_offsets: np.ndarray
+) -> list[TokenTargets | None]:
+    """Returns the likeliest tokens of each path; None without counted tokens.
+
+    Args:
+        edge: the edge of each token that ``is_counted`` [N_flat] selects.
+    """
+    by_name = {
+        name.of: x.cpu().numpy() for name, x in scores.statistics.items() if isinstance(name, Likeliest)
+    }
+    edges, kept = edge.cpu().numpy(), by_name["logprobs"] > EMPTY / 2  # not outside of a sampling mask
+    sizes = np.zeros(len(is_counted), np.int32)
+    sizes[is_counted] = kept.sum(1)[edges]
+    ids, logprobs = (by_name[name][edges][kept[edges]] for name in ("ids", "logprobs"))
+    targets = TokenTargets(sizes, ids.astype(np.int32), logprobs.astype(np.float32))
+    by_path = (targets.of_tokens(np.arange(*span)) for span in pairwise(path_offsets))
+    return [of_path if len(of_path.ids) else None for of_path in by_path]
 
 
 def _pinned(device: torch.device, value: B) -> B:

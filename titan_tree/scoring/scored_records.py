@@ -6,6 +6,7 @@ import base64
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from titan_tree.data.schema import record_name
 from titan_tree.data.token_store import STORED
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import LOGPROBS, TokenPath
+from titan_tree.tree.token_targets import TokenTargets
 
 PlacedPath = tuple[TokenPath, dict[str, object]]  # a path, and the fields that only its record has
 
@@ -73,7 +75,12 @@ def named_groups(groups: Iterable[Group]) -> Iterator[tuple[Group, str]]:
 
 
 def path_record(
-    group: Group, name: str, path: TokenPath, fields: Mapping[str, object], scores: Mapping[str, np.ndarray]
+    group: Group,
+    name: str,
+    path: TokenPath,
+    fields: Mapping[str, object],
+    scores: Mapping[str, np.ndarray],
+    targets: TokenTargets | None = None,
 ) -> str:
     """Returns one line of JSON.
 
@@ -83,6 +90,7 @@ def path_record(
         path: its id is kept, without the id of the group.
         fields: further fields.
         scores: arrays of numbers [T] by field; NaN becomes null. "routed_experts" is [T, L, k].
+        targets: the field teacher_topk. None: that of the path.
     """
     record: dict[str, object] = {"group_id": name, "id": path.id.removeprefix(f"{group.id}/"), **fields}
     if path.id == group.id:  # a record that is a group of its own
@@ -101,6 +109,11 @@ def path_record(
             record["pair"] = path.pair.removeprefix(f"{group.id}/")
     if path.sampling_mask is not None:
         record["sampling_mask"] = [ids.tolist() for ids in path.sampling_mask.by_token()]
+    if path.teacher is not None:
+        record["teacher"] = path.teacher
+    if (targets := targets or path.teacher_topk) is not None:
+        entries = zip(map(str, targets.ids.tolist()), _numbers(targets.logprobs), strict=True)
+        record["teacher_topk"] = [dict(islice(entries, size)) or None for size in targets.sizes.tolist()]
     fields_of_path = {field: getattr(path, field) for field in ("advantage", *LOGPROBS, "routed_experts")}
     values = {field: array for field, array in fields_of_path.items() if array is not None} | dict(scores)
     if "advantage" in values:
