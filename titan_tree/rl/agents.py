@@ -70,6 +70,7 @@ class TaskFile:
             folder=Path(config.folder) if config.folder else None,
             files={"task.json": json.dumps(task)},
             time_limit_s=config.time_limit_s,
+            teacher=task.get("teacher"),
         )
 
 

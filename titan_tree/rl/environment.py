@@ -52,6 +52,7 @@ class Episode(Protocol):
         prompt: the messages before the model's first turn.
         tools: JSON schemas of tools, which the chat template renders into the prompt. This attribute is
             optional.
+        teacher: name of the task's teacher in ``rl.teacher.models``. This attribute is optional, too.
     """
 
     prompt: list[Message]
@@ -97,6 +98,7 @@ class AgentTask:
     files: Mapping[str, str] = field(default_factory=dict)  # texts of further files of the working folder
     time_limit_s: float = 600.0  # until the program is killed, with reward 0
     tools: list[dict[str, Any]] | None = None  # JSON schemas of its tools, which only demonstrations read
+    teacher: str | None = None  # name of its teacher in ``rl.teacher.models``
 
 
 @runtime_checkable

@@ -15,8 +15,9 @@ from titan_tree.errors import UserError
 from titan_tree.models.hf.snapshot_files import fingerprint, fingerprint_files
 from titan_tree.models.lora.adapters import adapters_off
 from titan_tree.models.lora.peft import ADAPTER
+from titan_tree.models.settings import LoRAConfig, ModelConfig
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.rl.settings import RLRunConfig
+from titan_tree.rl.settings import RLRunConfig, is_address
 from titan_tree.run.model_setup import (
     build_model_without_weights,
     build_parallel_model,
@@ -57,12 +58,7 @@ class Reference:
         if self.is_base:
             return
         model = config.model if folder is None else snapshot_model(config.model, folder)
-        adapted = lora if folder is None else None
-        self.model = build_parallel_model(model, config.training, config.parallel, mesh, adapted)
-        self.model.requires_grad_(False)
-        if mesh.size() == 1 and (dtype := self.model.execution.dtype):
-            for weight in self.model.parameters():  # cast once instead of in every step
-                weight.data = weight.data.to(dtype)
+        self.model = frozen_model(config, model, mesh, lora if folder is None else None)
 
     def check(self, identity: str | None) -> None:
         """Raises UserError if a checkpoint has another reference. None: the checkpoint had no reference."""
@@ -82,6 +78,18 @@ class Reference:
                 max_tokens=self.max_tokens,
                 partitioner=self.step.partitioner,
             )
+
+
+def frozen_model(
+    config: RLRunConfig, model: ModelConfig, mesh: DeviceMesh, lora: LoRAConfig | None = None
+) -> TreeModel:
+    """Returns a model that only scores, which ranks share as they share the trained one."""
+    frozen = build_parallel_model(model, config.training, config.parallel, mesh, lora)
+    frozen.requires_grad_(False)
+    if mesh.size() == 1 and (dtype := frozen.execution.dtype):
+        for weight in frozen.parameters():  # cast once instead of in every step
+            weight.data = weight.data.to(dtype)
+    return frozen
 
 
 def check_reference(config: RLRunConfig, loss: TreeLoss) -> None:
@@ -104,14 +112,16 @@ def check_reference(config: RLRunConfig, loss: TreeLoss) -> None:
 
 
 def check_vocabulary(config: RLRunConfig, model: TreeModel) -> None:
-    """Raises UserError if ``rl.reference`` is a snapshot with another vocabulary than ``model``."""
-    if config.rl.reference is None:
-        return
-    with torch.device("meta"):
-        reference = build_model_without_weights(snapshot_model(config.model, config.rl.reference))
-    got, expected = reference.config.vocab_size, model.config.vocab_size
-    if got != expected:
-        raise UserError(
-            f"rl.reference: expected a model with the {expected:,} token ids of the trained one, got "
-            f"{got:,}; choose a model with the same tokenizer"
-        )
+    """Raises UserError if the reference or a teacher is a snapshot with another vocabulary than ``model``."""
+    folders = [("rl.reference", config.rl.reference)] if config.rl.reference else []
+    models = config.rl.teacher.models.values()
+    folders += [("rl.teacher.models", where) for where in models if not is_address(where)]
+    for key, folder in folders:
+        with torch.device("meta"):
+            other = build_model_without_weights(snapshot_model(config.model, folder))
+        got, expected = other.config.vocab_size, model.config.vocab_size
+        if got != expected:
+            raise UserError(
+                f"{key}: expected a model with the {expected:,} token ids of the trained one, got {got:,}; "
+                "choose a model with the same tokenizer"
+            )

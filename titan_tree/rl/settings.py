@@ -28,6 +28,10 @@ URLS = check(
     "an address or a non-empty list of addresses",
     lambda url: isinstance(url, str) or (isinstance(url, list) and url and {*map(type, url)} == {str}),
 )
+TEACHERS = check(
+    "a table of folders and addresses by name, such as {large = '/models/large'}",
+    lambda models: isinstance(models, dict) and {*map(type, models.values())} <= {str},
+)
 REWARD = re.compile(r"exit|file:.+|[\w.]+:\w+")  # a value of rl.agent.reward
 NO_FILES = "no files, because the environment makes the tasks (titan-tree train reads files)"
 # Keys of [data] that say how files are read. An environment has no files.
@@ -81,6 +85,22 @@ class ServerConfig(Checked, table="rl.server"):
 
 
 @dataclass(kw_only=True)
+class TeacherConfig(Checked, table="rl.teacher"):
+    """Teachers of the loss "distill_topk" (docs/rl.md)."""
+
+    # By name: the folder of a snapshot, or the address of a server of vLLM, such as "http://localhost:8000".
+    # If there are several, each task names its own as its teacher.
+    models: dict[str, Any] = setting({}, TEACHERS)
+    top_k: int = setting(64, at_least(1))  # Number of likeliest tokens that a teacher scores.
+    api_key_env: str | None = None  # Environment variable that holds the key of the teachers' servers.
+
+
+def is_address(text: str) -> bool:
+    """Returns whether a teacher is a server, and not a folder."""
+    return text.startswith(("http://", "https://"))
+
+
+@dataclass(kw_only=True)
 class AgentConfig(Checked, table="rl.agent"):
     """Rollouts that programs play: the environment "agent", and others of this kind (docs/rl.md)."""
 
@@ -121,6 +141,7 @@ class RLConfig(Checked, table="rl"):
     # with weights of its own.
     async_steps: int = setting(0, at_least(0))
     server: ServerConfig = field(default_factory=ServerConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
 
 

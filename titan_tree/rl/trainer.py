@@ -23,12 +23,13 @@ from titan_tree.distributed.collectives import call_and_gather, call_on_all_rank
 from titan_tree.distributed.gradient_sync import unsharded
 from titan_tree.errors import UserError
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.rl.environment import ENVIRONMENTS
+from titan_tree.rl.environment import ENVIRONMENTS, AgentEnvironment
 from titan_tree.rl.episode_trainer import EpisodeTrainer
 from titan_tree.rl.reference_policy import Reference, check_reference, check_vocabulary
 from titan_tree.rl.rollouts import Rollout, branches, rewards, token_paths
 from titan_tree.rl.sampler import InterruptedSampling, RemoteSampler, Sampler, SharedSampler, in_daemon
 from titan_tree.rl.settings import RLRunConfig
+from titan_tree.rl.teachers import Teachers, check_teachers
 from titan_tree.rl.truncation import Truncation
 from titan_tree.run.build import build_loss
 from titan_tree.scoring.score_trees import set_logprobs
@@ -56,6 +57,7 @@ class RLTrainer(EpisodeTrainer):
     """
 
     reference: Reference | None  # scores rollouts if the loss reads ref_logprobs
+    teachers: Teachers | None  # score rollouts if the loss reads their likeliest tokens
 
     def __init__(self, config: RLRunConfig, sampler: Sampler | None = None) -> None:
         check_settings(config, sampler)
@@ -72,6 +74,8 @@ class RLTrainer(EpisodeTrainer):
             self._custom_sampler = build_server_sampler(config, self.model, self.folder.run)
         needs_reference = self.tree_step.loss.needs_reference
         self.reference = Reference(config, self.tree_step, self.mesh) if needs_reference else None
+        has_teachers = bool(config.rl.teacher.models)
+        self.teachers = Teachers(config, self.tree_step, self.mesh) if has_teachers else None
         super().open_data()
         if isinstance(self.sampler, RemoteSampler):
             wait = self._wait_until
@@ -79,13 +83,19 @@ class RLTrainer(EpisodeTrainer):
         check_agents(config, self.environment)
 
     def start_data(self) -> int:
-        """Checks that the reference is that of the run so far. Returns the number of steps."""
-        if self.progress.step and self.reference and not self.config.checkpoint.allow_changes:
-            self.reference.check(self.progress.data.get("reference"))
+        """Checks that reference and teachers are those of the run so far. Returns the number of steps."""
+        if self.progress.step and not self.config.checkpoint.allow_changes:
+            for name, model in self._frozen.items():
+                model.check(self.progress.data.get(name))
         return super().start_data()
 
     def data_state(self) -> dict[str, Any]:
-        return {"reference": self.reference.identity} if self.reference else {}
+        return {name: model.identity for name, model in self._frozen.items()}
+
+    @property
+    def _frozen(self) -> dict[str, Reference | Teachers]:
+        found = {"reference": self.reference, "teachers": self.teachers}
+        return {name: model for name, model in found.items() if model is not None}
 
     def train(self) -> None:
         try:
@@ -105,7 +115,7 @@ class RLTrainer(EpisodeTrainer):
         return call_on_all_ranks(lambda: self._paths(step, groups))
 
     def add_logprobs(self, trees: Sequence[TokenTree]) -> None:
-        """Scores ``old_logprobs`` if the loss reads both policies, and ``ref_logprobs`` of a reference."""
+        """Adds ``old_logprobs`` if the loss reads both policies, and what reference and teachers say."""
         started = time.perf_counter()
         if self.tree_step.loss.reads_rollout:
             set_logprobs(
@@ -117,6 +127,8 @@ class RLTrainer(EpisodeTrainer):
             )
         if self.reference:
             self.reference.set_ref_logprobs(trees)
+        if self.teachers:
+            self.teachers.set_teacher_topk(trees)
         self.rollout_values = {**self.rollout_values, "scoring_s": time.perf_counter() - started}
 
     def _paths(self, step: int, groups: Sequence[Sequence[Rollout]]) -> list[list[TokenPath]]:
@@ -125,6 +137,12 @@ class RLTrainer(EpisodeTrainer):
             token_paths(group, task, rl.advantage, rl.advantage_options)
             for task, group in zip(self._tasks(step), groups, strict=True)
         ]
+        if self.teachers:
+            for task, group, paths in zip(self._tasks(step), groups, by_task, strict=True):
+                made: object = group[0].episode
+                if isinstance(self.environment, AgentEnvironment):
+                    made = self.environment.task(random.Random(task))
+                self.teachers.name_paths(paths, getattr(made, "teacher", None))
         self.check_limits(by_task)
         if self.tree_step.loss.reads_rollout:
             for path in chain.from_iterable(by_task):
@@ -258,6 +276,7 @@ def check_settings(config: RLRunConfig, sampler: Sampler | None = None) -> None:
             f"{config.loss.name!r}, which ignores rewards"
         )
     check_reference(config, loss)
+    check_teachers(config, loss)
 
 
 def check_agents(config: RLRunConfig, environment: object) -> None:
