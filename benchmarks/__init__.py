@@ -29,6 +29,7 @@ BENCHES = {  # name -> summary; a module is imported only when it runs
     "recurrence": "TreeGDN, TreeKDA and TreeSSD beside flash-linear-attention",
     "experts": "a layer of experts beside transformers' and torchtitan's, and sharded over GPUs",
     "optimizer": "AdamW and 8-bit AdamW beside those of torch and torchao",
+    "head": "the output projection with a teacher's likeliest tokens, beside the sampled token",
     "ranks": "whole steps of several GPUs that share weights, experts or tokens, beside one GPU",
     "trl": "a step of TRL's GRPO trainer on trees, beside the trainer itself",
 }

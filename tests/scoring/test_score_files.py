@@ -381,6 +381,9 @@ def test_the_likeliest_tokens_are_those_of_transformers(tmp_path, max_tokens, ca
     (row,) = read_metrics(run)
     assert float(row["teacher_kl"]) == pytest.approx(0, abs=1e-5)  # the student is the teacher
     assert 0 < float(row["teacher_mass"]) < 1
-    again = [*command[:1], str(tmp_path / "out.jsonl"), str(tmp_path / "again.jsonl"), *command[3:]]
+    files = [str(tmp_path / name) for name in ("out.jsonl", "again.jsonl")]
+    again = ["score", *files, *command[3:]]
     assert main([*again, "--field", "old_logprobs"]) == 2
-    assert "teacher_topk: expected none, because they are computed; remove the field" in capsys.readouterr().err
+    assert (
+        "teacher_topk: expected none, because they are computed; remove the field" in capsys.readouterr().err
+    )

@@ -127,7 +127,7 @@ def row_scores(
             unit.reshard()
     else:
         values = _columns(view(batch, entropy=entropy, statistics=statistics))
-    names = ["logprobs", *(["entropy"] if entropy else []), *statistics]
+    names = ["logprobs", *(["entropy"] if entropy else []), *map(str, statistics)]
     return {name: forest.rows.by_token(value, batch) for name, value in zip(names, values, strict=True)}
 
 
