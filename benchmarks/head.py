@@ -26,8 +26,8 @@ from titan_tree.cli.bench.record import Row, default_device
 from titan_tree.components.logprobs import edge_logprobs
 from titan_tree.components.tree_loss.loss import TreeLoss
 from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.path_fields import TokenTargets
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_targets import TokenTargets
 from titan_tree.tree.token_tree import TokenTree
 
 KEYS = ("tokens", "vocabulary", "hidden", "targets")

@@ -77,7 +77,7 @@ def test_the_loss_equals_its_formula_on_every_path_alone(case):
 
 
 def test_every_policy_loss_has_a_formula():
-    modules = ("token_losses", "sequence_ratios", "distillation")
+    modules = ("token_losses", "sequence_ratios")
     names = {name for name in NAMES if LossSpec.of(name).function.__module__.endswith(modules)}
     assert names - {"sft", "distill_topk"} == {case.partition(",")[0] for case in LOSSES}
 

@@ -18,10 +18,9 @@ import numpy as np
 
 from titan_tree.errors import UserError
 from titan_tree.tree.images import Image
-from titan_tree.tree.path_fields import SamplingMask
+from titan_tree.tree.path_fields import SamplingMask, TokenTargets
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.routed_experts import RoutedExperts
-from titan_tree.tree.token_targets import TokenTargets
 from titan_tree.tree.token_tree import TokenTree
 
 TREE_ARRAYS = (

@@ -60,14 +60,6 @@ class Reference:
         model = config.model if folder is None else snapshot_model(config.model, folder)
         self.model = frozen_model(config, model, mesh, lora if folder is None else None)
 
-    def check(self, identity: str | None) -> None:
-        """Raises UserError if a checkpoint has another reference. None: the checkpoint had no reference."""
-        if identity not in (None, self.identity):
-            raise UserError(
-                f"rl.reference: expected the reference of the run so far, {identity}, got {self.identity}; "
-                "restore it, or set checkpoint.allow_changes = true"
-            )
-
     def set_ref_logprobs(self, trees: Sequence[TokenTree]) -> None:
         """Sets ``ref_logprobs`` of all paths of this rank's trees. Collective."""
         with adapters_off(self.model) if self.is_base else nullcontext():

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,12 +25,9 @@ from titan_tree.rl.settings import RLRunConfig, is_address
 from titan_tree.rl.truncation import Truncation
 from titan_tree.run.model_setup import snapshot_model
 from titan_tree.scoring.score_trees import set_teacher_topk
+from titan_tree.tree.path_fields import TopK, teacher_topk_of
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_targets import TopK, teacher_topk_of
 from titan_tree.tree.token_tree import TokenTree
-
-if TYPE_CHECKING:
-    from titan_tree.rl.server.client import ServerClient
 
 BYTES = 200  # of a token in an answer of vLLM, with its text; it is usually about 80
 
@@ -63,14 +59,6 @@ class Teachers:
                 self.identity[name] = f"snapshot {fingerprint(Path(where))}"
                 self.models[name] = frozen_model(config, snapshot_model(config.model, where), mesh)
 
-    def check(self, identity: dict[str, str] | None) -> None:
-        """Raises UserError if a checkpoint has other teachers. None: the checkpoint had none."""
-        if identity not in (None, self.identity):
-            raise UserError(
-                f"rl.teacher.models: expected the teachers of the run so far, {identity}, got "
-                f"{self.identity}; restore them, or set checkpoint.allow_changes = true"
-            )
-
     def name_paths(self, paths: Sequence[TokenPath], name: object) -> None:
         """Sets ``teacher`` of a task's paths to the name that the task has. None: to the only teacher."""
         if name is None and len(self.models) == 1:
@@ -101,7 +89,7 @@ class _Server:
         from titan_tree.rl.server.client import ServerClient  # imports httpx
 
         limits = dataclasses.replace(config.rl.server, api_key_env=config.rl.teacher.api_key_env)
-        self.client: ServerClient = ServerClient(url, limits)
+        self.client = ServerClient(url, limits)
         self.top_k, self.concurrency = config.rl.teacher.top_k, limits.concurrency
         answer = self.client.find("/v1/models") or {}
         try:
@@ -150,15 +138,12 @@ class _Server:
 
 
 def check_teachers(config: RLRunConfig, loss: TreeLoss) -> None:
-    """Raises UserError if [rl.teacher] does not fit the loss, sampling, or the files."""
+    """Raises UserError if [rl.teacher] does not fit the loss, the sampling, or the files."""
     models = config.rl.teacher.models
     if bool(models) != loss.spec.reads_targets:
-        expected = (
-            "the teachers of the loss" if not models else "none, because no teacher is read by the loss"
-        )
+        expected = "none for the loss" if models else "the teachers of the loss"
         raise UserError(
-            f"rl.teacher.models: expected {expected} {config.loss.name!r}, got {models or 'none'}; "
-            f"{'remove them' if models else 'set them'}, or loss.name"
+            f"rl.teacher.models: expected {expected} {config.loss.name!r}, got {models or 'none'}; set it"
         )
     for where in models.values():
         if not is_address(where) and not Path(where).is_dir():

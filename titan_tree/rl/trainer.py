@@ -85,17 +85,17 @@ class RLTrainer(EpisodeTrainer):
     def start_data(self) -> int:
         """Checks that reference and teachers are those of the run so far. Returns the number of steps."""
         if self.progress.step and not self.config.checkpoint.allow_changes:
-            for name, model in self._frozen.items():
-                model.check(self.progress.data.get(name))
+            for name, identity in self.data_state().items():
+                if (expected := self.progress.data.get(name)) not in (None, identity):
+                    raise UserError(
+                        f"rl.{name}: expected the {name} of the run so far, {expected}, got {identity}; "
+                        "restore it, or set checkpoint.allow_changes = true"
+                    )
         return super().start_data()
 
     def data_state(self) -> dict[str, Any]:
-        return {name: model.identity for name, model in self._frozen.items()}
-
-    @property
-    def _frozen(self) -> dict[str, Reference | Teachers]:
-        found = {"reference": self.reference, "teachers": self.teachers}
-        return {name: model for name, model in found.items() if model is not None}
+        found = {"reference": self.reference, "teacher": self.teachers}
+        return {name: model.identity for name, model in found.items() if model is not None}
 
     def train(self) -> None:
         try:

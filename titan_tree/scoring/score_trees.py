@@ -32,8 +32,8 @@ from titan_tree.errors import UserError
 from titan_tree.models.tree_model import ModelOutput, TreeModel
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.partition import PartitionPlan, one_pass
+from titan_tree.tree.path_fields import TokenTargets
 from titan_tree.tree.paths import ModelLimits, TokenPath
-from titan_tree.tree.token_targets import TokenTargets
 from titan_tree.tree.token_tree import TokenTree
 
 B = TypeVar("B", Tensor, TreeBatch)

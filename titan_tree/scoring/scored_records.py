@@ -15,8 +15,8 @@ from titan_tree.data.sample_reader import SampleReader
 from titan_tree.data.schema import record_name
 from titan_tree.data.token_store import STORED
 from titan_tree.errors import UserError
+from titan_tree.tree.path_fields import TokenTargets
 from titan_tree.tree.paths import LOGPROBS, TokenPath
-from titan_tree.tree.token_targets import TokenTargets
 
 PlacedPath = tuple[TokenPath, dict[str, object]]  # a path, and the fields that only its record has
 

@@ -3,8 +3,7 @@
 In reading order:
 
 paths.py           TokenPath: one training sample
-path_fields.py     the fields of a TokenPath as checked arrays, and its SamplingMask
-token_targets.py   TokenTargets: the likeliest tokens under a teacher, for distillation
+path_fields.py     the fields of a TokenPath as checked arrays, its SamplingMask and its TokenTargets
 images.py          Image: pixels in place of tokens, their image rows in trees and their positions
 context.py         Context and Completion: what a model reads and writes while it samples
 token_tree.py      TokenTree: paths merged by shared prefixes, every distinct token once

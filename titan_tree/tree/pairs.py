@@ -8,9 +8,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from titan_tree.errors import UserError
-from titan_tree.tree.path_fields import SamplingMask
+from titan_tree.tree.path_fields import SamplingMask, TokenTargets
 from titan_tree.tree.paths import PER_TOKEN, TokenPath
-from titan_tree.tree.token_targets import TokenTargets, no_targets
 from titan_tree.tree.token_tree import TokenTree
 
 MAX_LOG_RATIO = 20.0  # of importance weights and of divergences; verl has the same bound
@@ -271,7 +270,7 @@ def _joined_targets(paths: Sequence[TokenPath]) -> TokenTargets | None:
     for path in paths:
         if path.teacher_topk is None and path.loss_tokens:
             raise _missing(path, "teacher_topk")
-    return TokenTargets.concatenate([path.teacher_topk or no_targets(len(path)) for path in paths])
+    return TokenTargets.concatenate([path.teacher_topk for path in paths], map(len, paths))
 
 
 def _missing(path: TokenPath, name: str) -> UserError:

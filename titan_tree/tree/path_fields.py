@@ -1,6 +1,6 @@
 """Converts the fields of a TokenPath to NumPy arrays and checks them. Errors name the field.
 
-T is the number of tokens of the path, and S the number of ids in its sampling mask.
+T is the number of tokens of the path, and S the number of ids in its sampling mask, or of its targets.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import base64
 import io
 import math
+import operator
 import tokenize
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, SupportsFloat, cast
 
 import numpy as np
@@ -25,6 +26,10 @@ MAX_NUMBER = 1e12  # of numbers in the loss: the product of a weight, a mask and
 
 
 LISTS = "a list of token ids for each token"  # of a sampling mask
+# Log-probs by id, as numbers, or as objects with "logprob"
+TopK = Mapping[int, float] | Mapping[str, float] | Mapping[str, Mapping[str, object]]
+TOPK = "for each token an object of log-probs by token id, or null"
+MAX_MASS = 1.01  # the probabilities of the targets of a token add up to at most 1, up to rounding
 
 
 class SamplingMask(NamedTuple):
@@ -45,6 +50,31 @@ class SamplingMask(NamedTuple):
     def by_token(self) -> list[np.ndarray]:
         """Returns the ids of each token."""
         return np.split(self.ids, np.cumsum(self.sizes))[:-1]
+
+
+class TokenTargets(NamedTuple):
+    """The likeliest tokens under a teacher in place of each token of a path, token after token."""
+
+    sizes: np.ndarray  # [T] int32: how many targets a token has; 0: none
+    ids: np.ndarray  # [S] int32
+    logprobs: np.ndarray  # [S] float32, nats
+
+    def of_tokens(self, tokens: np.ndarray) -> TokenTargets:
+        """Returns the targets of the chosen ``tokens`` [t] int64, in their order."""
+        index = ragged_index(self.sizes, tokens)
+        return TokenTargets(self.sizes[tokens], self.ids[index], self.logprobs[index])
+
+    def where(self, is_kept: np.ndarray) -> TokenTargets:
+        """Returns the targets of the tokens that ``is_kept`` [T] bool selects; the others have none."""
+        index = np.repeat(is_kept, self.sizes)
+        return TokenTargets(np.where(is_kept, self.sizes, np.int32(0)), self.ids[index], self.logprobs[index])
+
+    @staticmethod
+    def concatenate(parts: Iterable[TokenTargets | None], lengths: Iterable[int]) -> TokenTargets:
+        """Returns the targets of paths of these ``lengths`` as those of one. None: a path without any."""
+        none = np.empty(0, np.int32), np.empty(0, np.float32)
+        filled = [x or (np.zeros(size, np.int32), *none) for x, size in zip(parts, lengths, strict=True)]
+        return TokenTargets(*map(np.concatenate, zip(*filled, strict=True)))
 
 
 def wrong(field: str, expected: str, got: object) -> UserError:
@@ -213,6 +243,53 @@ def sampling_mask_of(value: object, tokens: np.ndarray, loss_mask: np.ndarray) -
     return SamplingMask(np.where(is_counted, sizes, np.int32(0)), ids) if len(ids) else None
 
 
+def teacher_topk_of(
+    value: object, tokens: np.ndarray, loss_mask: np.ndarray, sampling_mask: SamplingMask | None
+) -> TokenTargets | None:
+    """Returns the targets of a path; see ``TokenPath``. None: the loss counts no token.
+
+    Args:
+        value: TokenTargets, or a list of T mappings ``TopK``. None and {} stand for no targets.
+        tokens, loss_mask: [T] each. A token that the loss counts must have targets.
+        sampling_mask: the targets of a token must be among the ids that sampling kept, if it kept not all.
+    """
+    sizes, ids, logprobs = value if isinstance(value, TokenTargets) else _flat_topk(value)
+    sizes, ids = integer_array("teacher_topk", sizes, "sizes"), integer_array("teacher_topk", ids, "ids")
+    logprobs = float_array("teacher_topk", logprobs, "iuf", (int, float))
+    if sizes.shape != tokens.shape or not ids.shape == logprobs.shape == (sizes.sum(dtype=np.int64),):
+        got = f"{len(sizes)} with {ids.size} ids and {logprobs.size} log-probs in total"
+        raise wrong("teacher_topk", f"{len(tokens)} objects of log-probs, one per token", got)
+    is_counted = loss_mask > 0
+    is_counted[0] = False  # nothing predicts the first token
+    # Other targets are never used.
+    targets = TokenTargets(sizes, ids, logprobs).where(is_counted)
+    sizes, ids, logprobs = targets
+    if (bad := is_counted & (sizes == 0)).any():
+        hint = "only tokens with loss mask 0 may lack them; entry t belongs to tokens[t]"
+        raise wrong(f"teacher_topk of token {bad.argmax()}", "log-probs", f"none; {hint}")
+    token_of_id = np.repeat(np.arange(len(tokens)), sizes)
+    if not (valid := (logprobs >= -MAX_NUMBER) & (logprobs <= MAX_LOGPROB)).all():
+        at = int(valid.argmin())
+        expected = "log-probs from -1e12 to 0"
+        raise wrong(f"teacher_topk of token {token_of_id[at]}", expected, f"{logprobs[at]:g} of id {ids[at]}")
+    keys = token_of_id << 32 | ids
+    if (repeated := (ordered := np.sort(keys))[1:] == ordered[:-1]).any():
+        token, id = divmod(int(ordered[repeated.argmax()]), 2**32)
+        raise wrong(f"teacher_topk of token {token}", "different ids", f"{id} twice")
+    mass = np.bincount(token_of_id, np.exp(logprobs.astype(np.float64)), minlength=len(tokens))
+    if (bad := mass > MAX_MASS).any():
+        got = f"{mass[bad.argmax()]:.4g}; these are not log-probs of one distribution"
+        raise wrong(f"teacher_topk of token {bad.argmax()}", "probabilities that add up to at most 1", got)
+    if sampling_mask is not None:
+        kept = np.repeat(np.arange(len(tokens)), sampling_mask.sizes) << 32 | sampling_mask.ids
+        bad = (sampling_mask.sizes[token_of_id] > 0) & ~np.isin(keys, kept)
+        if bad.any():
+            expected = "ids of the sampling mask, outside of which the student's probability is 0"
+            got = f"{ids[bad.argmax()]}; remove sampling_mask, or score the teacher with it"
+            raise wrong(f"teacher_topk of token {token_of_id[bad.argmax()]}", expected, got)
+    return targets if len(ids) else None
+
+
 def any_array(field: str, value: object, expected: str, got: str = "a nested list") -> np.ndarray:
     """Returns an array of any type. ``expected`` and ``got`` are for the error of what is none."""
     try:
@@ -281,6 +358,27 @@ def _flat(value: object) -> SamplingMask:
         return SamplingMask(sizes, np.concatenate([sizes[:0], *(ids for ids in lists if len(ids))]))
     except (TypeError, ValueError):  # a number in place of a list, or lists within lists
         raise wrong("sampling_mask", LISTS, shorten(value)) from None
+
+
+def _flat_topk(value: object) -> TokenTargets:
+    if not isinstance(value, list | tuple):
+        raise wrong("teacher_topk", TOPK, shorten(value))
+    entries = [{} if entry is None else entry for entry in value]
+    if bad := [entry for entry in entries if not isinstance(entry, Mapping)]:
+        raise wrong("teacher_topk", TOPK, shorten(bad[0]))
+    try:
+        ids = [int(id) if isinstance(id, str) else operator.index(id) for entry in entries for id in entry]
+        logprobs = [
+            value["logprob"] if isinstance(value, Mapping) else value
+            for entry in entries
+            for value in entry.values()
+        ]
+    except (TypeError, ValueError, KeyError) as error:  # another key than an id, or an object without logprob
+        raise wrong("teacher_topk", TOPK, f"{type(error).__name__}: {error!s:.80}") from None
+    sizes = np.array([len(entry) for entry in entries], np.int64)
+    return TokenTargets(
+        sizes, np.array(ids or sizes[:0]), np.array(logprobs or [], None if logprobs else "f4")
+    )
 
 
 def ragged_index(sizes: np.ndarray, tokens: np.ndarray) -> np.ndarray:

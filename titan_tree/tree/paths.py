@@ -15,17 +15,19 @@ from titan_tree.tree.images import Image, ImageLimits, PathImages, path_images
 from titan_tree.tree.path_fields import (
     FLOAT32_MAX,
     SamplingMask,
+    TokenTargets,
+    TopK,
     advantage_array,
     expert_array,
     logprob_array,
     mask_array,
     number,
     sampling_mask_of,
+    teacher_topk_of,
     token_array,
     version_array,
     wrong,
 )
-from titan_tree.tree.token_targets import TokenTargets, TopK, teacher_topk_of
 
 Logprobs = Sequence[float | None] | ArrayLike  # None and NaN: the token was not scored
 

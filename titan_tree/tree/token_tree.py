@@ -18,9 +18,13 @@ import numpy as np
 
 from titan_tree.errors import UserError, require_list
 from titan_tree.tree.images import Image, distinct_images, first_rows, mrope_positions, renumbered_rows
+from titan_tree.tree.path_fields import TokenTargets
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.routed_experts import Replay, RoutedExperts, merged_experts, split_keys
-from titan_tree.tree.token_targets import check_shared_targets
+
+# Largest difference in nats between two log-probs of one teacher for the same token. Servers round batches of
+# different sizes differently, and a logit of 32 in bf16 is rounded to a multiple of 0.25.
+TOLERANCE = 0.5
 
 
 def reuse_ratio(n_rows: int, n_run: int) -> float:
@@ -151,7 +155,7 @@ class TokenTree:
         Raises:
             UserError: ``paths`` is not a list of paths or is empty, the paths hold 2**31 tokens or more in
                 total, models of different sizes recorded their experts, ``replay`` is unknown, or a teacher
-                contradicts itself, see ``check_shared_targets``.
+                contradicts itself, see ``_check_targets``.
         """
         require_list(
             paths, TokenPath, "TokenTree.from_paths", "pass [TokenPath(tokens)], or tree.paths of a tree"
@@ -187,7 +191,7 @@ class TokenTree:
         rank[order] = np.arange(len(order))
         to_dfs = (start[node_of] + np.arange(len(lex_parent)) - first[node_of]).astype(np.int32)
         path_index = to_dfs[flat]
-        check_shared_targets(paths, path_index)
+        _check_targets(paths, path_index)
         tokens = np.empty(len(lex_parent), np.int32)
         tokens[path_index] = np.concatenate([p.tokens for p in paths])
         if records is not None:
@@ -506,3 +510,44 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     differs = a[:n] != b[:n]
     first = int(differs.argmax()) if n else 0
     return first if n and differs[first] else n
+
+
+def _check_targets(paths: Sequence[TokenPath], path_index: np.ndarray) -> None:
+    """Checks that paths through an edge have the same targets there, if one teacher made them.
+
+    Only ids that both paths have are compared: servers may disagree on which id is the last of the likeliest.
+
+    Args:
+        paths: the paths of a tree.
+        path_index: [N_flat] the index of each of their tokens in the tree.
+
+    Raises:
+        UserError: two log-probs differ by more than ``TOLERANCE``. It names both paths and the token.
+    """
+    if all(path.teacher_topk is None for path in paths):
+        return
+    lengths = list(map(len, paths))
+    targets = TokenTargets.concatenate([path.teacher_topk for path in paths], lengths)
+    # Distributions at other temperatures differ, and over other sampling masks, which are not compared.
+    groups: dict[tuple[object, ...], int] = {}
+    group = [groups.setdefault((path.teacher, path.temperature), len(groups)) for path in paths]
+    edge = path_index * np.int64(len(groups)) + np.repeat(group, lengths)
+    has_targets = (targets.sizes > 0) & np.repeat([path.sampling_mask is None for path in paths], lengths)
+    _, number, count = np.unique(edge[has_targets], return_inverse=True, return_counts=True)
+    (shared,) = has_targets.nonzero()
+    shared, number = shared[count[number] > 1], number[count[number] > 1]
+    sizes, ids, logprobs = targets.of_tokens(shared)
+    keys, token = np.repeat(number, sizes) << 32 | ids, np.repeat(shared, sizes)
+    order = np.argsort(keys, kind="stable")
+    keys, token, logprobs = keys[order], token[order], logprobs[order]
+    gap = np.abs(np.diff(logprobs)) * (np.diff(keys) == 0)
+    if (bad := gap > TOLERANCE).any():
+        at = int(bad.argmax())
+        offsets = np.cumsum([0, *lengths])
+        first, second = (int(np.searchsorted(offsets, entry, "right")) - 1 for entry in token[at : at + 2])
+        raise UserError(
+            f"path {paths[second].id or '?'}: teacher_topk of token {token[at + 1] - offsets[second]}: "
+            f"expected {logprobs[at]:.4g} for id {keys[at] & 0xFFFFFFFF}, as in path "
+            f"{paths[first].id or '?'}, which has the same tokens up to there, got {logprobs[at + 1]:.4g}; "
+            "score both with one teacher, or name their teachers in the field teacher"
+        )

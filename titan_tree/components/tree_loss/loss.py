@@ -57,7 +57,7 @@ Moments = tuple[float | Tensor, float | Tensor, float | Tensor]
 
 
 def register_loss(
-    name: str, whole_paths: bool = False, reference: bool = False, targets: bool = False
+    name: str, whole_paths: bool = False, reference: bool = False
 ) -> Callable[[LossFunction], LossFunction]:
     """Returns a decorator that registers a loss for ``TreeLoss(name)`` and the setting ``loss.name``.
 
@@ -69,7 +69,6 @@ def register_loss(
             tree. If a tree is partitioned, all partitions are then scored before the loss is computed.
         reference: whether the loss reads ref_logprobs. In reinforcement learning, the reference model then
             scores rollouts.
-        targets: whether the loss reads ``pairs.targets``, the likeliest tokens under a teacher.
     """
 
     def register(function: LossFunction) -> LossFunction:
@@ -79,7 +78,6 @@ def register_loss(
             needs_whole_paths=needs.needs_whole_paths or whole_paths,
             compares_paths=needs.compares_paths or whole_paths,
             reads_reference=needs.reads_reference or reference,
-            reads_targets=needs.reads_targets or targets,
         )
         LOSSES.register(name, spec)
         return function

@@ -57,21 +57,13 @@ class LossSpec:
     corrects_rollout: bool = False  # whether it reads rollout_logprobs and so takes no RolloutCorrection
     # Whether it reads ref_logprobs. In reinforcement learning, the reference model then scores rollouts.
     reads_reference: bool = False
-    # Whether it reads ``PathPairs.targets``, the likeliest tokens under a teacher.
-    reads_targets: bool = False
+    reads_targets: bool = False  # whether it reads ``PathPairs.targets``; not with needs_whole_paths
     reads_preferences: bool = False  # whether it reads preferences, so that every path needs one
     # Whether it reads the pairs. Otherwise the loss of an edge is the same on all paths, and batches may hold
     # one pair per edge (``merged_pairs``).
     reads_pairs: bool = True
     # TreeStep measures the mean in a pass over all micro-batches, before the first backward pass.
     measurement: Measurement | None = None
-
-    def __post_init__(self) -> None:
-        if self.reads_targets and self.needs_whole_paths:
-            raise UserError(
-                "loss: expected one of reads_targets and needs_whole_paths, got both; targets are those of "
-                "single tokens"
-            )
 
     @classmethod
     def of(cls, name: str) -> LossSpec:
