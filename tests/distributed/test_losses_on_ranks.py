@@ -69,7 +69,7 @@ CASES |= {
     "whitened tree_po": ({"name": "reinforce", "whiten": True}, "tree_po"),
 }
 CASES |= {f"advantage {name}": ({"name": "ppo"}, name) for name in ADVANTAGES}
-FEW = ["gspo", "kto", "correction by sum of k3", "whitened tree_po"]
+FEW = ["gspo", "kto", "distill_topk", "correction by sum of k3", "whitened tree_po"]
 
 
 def make_loss(case: str) -> TreeLoss:
@@ -97,14 +97,16 @@ def make_trees(case: str) -> list[TokenTree]:
             noise = {
                 name: old + draw.normal(0, 0.15, len(mask)) for name in ("ref_logprobs", "rollout_logprobs")
             }
+            ids = [*prompt, *turn, 1, 2, *answer]
             path = TokenPath(
-                [*prompt, *turn, 1, 2, *answer],
+                ids,
                 mask,
                 weight=float(draw.choice([0.5, 1.0, 2.0])),
                 advantage=draw.normal(size=len(mask)),
                 old_logprobs=old,
                 preference=side,
                 pair=f"{group}/{number // 2}",
+                teacher_topk=[{token: -1.0, (token + 7) % VOCAB: -2.0} for token in ids],
                 **noise,
             )
             paths.append(path)

@@ -256,3 +256,37 @@ def test_rejection_of_verl(option):
         ):
             assert means[mine].item() == pytest.approx(metrics[theirs], abs=1e-6)
         assert 0 < metrics["rollout_rs_masked_fraction"] <= 1
+
+
+@pytest.mark.slow  # it imports TRL's trainer
+@pytest.mark.parametrize("tail", [1.0, 0.0])
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_distillation_from_likeliest_tokens_is_that_of_trl(beta, tail):
+    from trl.experimental.async_distillation.async_distillation_trainer import (
+        _add_tail_bucket,
+        _jsd_divergence,
+    )
+
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 9, 30, generator=draw, dtype=torch.float64) * 2  # of the student and the teacher
+    student, teacher = logits.log_softmax(2)
+    values, ids = teacher.topk(5)
+    topk = [dict(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
+    path = TokenPath(range(10), teacher_topk=[None, *topk])
+    batch = TreeBatch.from_trees([TokenTree.from_paths([path])], targets=True)
+    edge, id = batch.edge_targets
+    of_targets = student[edge, id].requires_grad_()
+    loss = TreeLoss("distill_topk", "path_mean", beta=beta, tail=tail)
+    got, _ = loss(torch.zeros(9), batch.with_target_logprobs(of_targets), 1.0)
+    own = of_targets.view(9, 5)  # sorted by id, as theirs must be
+    theirs = teacher[edge, id].float().double().view(9, 5)
+    support = torch.ones(9, 5, dtype=torch.bool)
+    if tail:
+        (own, wide), (theirs, _) = (_add_tail_bucket(x, support) for x in (own, theirs))
+        support = wide
+    else:
+        own, theirs = own.log_softmax(1), theirs.log_softmax(1)
+    want = _jsd_divergence(own, theirs, beta, support).sum()
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    gradients = [torch.autograd.grad(x, of_targets)[0] for x in (got, want)]
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-9)
