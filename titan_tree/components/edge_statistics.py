@@ -21,10 +21,7 @@ from titan_tree.components.logprobs import (
 
 
 class Likeliest(NamedTuple):
-    """The k likeliest tokens of each edge in descending order, [E, k] int64 or fp32.
-
-    Without the whole vocabulary, the log-prob of an id outside of the support is below -1e29.
-    """
+    """The k likeliest tokens of each edge, [E, k]. Outside of the support, log-probs are below -1e29."""
 
     k: int  # the whole vocabulary if it is smaller
     of: Literal["ids", "logprobs"]

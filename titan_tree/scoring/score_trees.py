@@ -389,11 +389,7 @@ def _path_scores(
 def _likeliest(
     scores: ModelOutput, edge: Tensor, is_counted: np.ndarray, path_offsets: np.ndarray
 ) -> list[TokenTargets | None]:
-    """Returns the likeliest tokens of each path; None without counted tokens.
-
-    Args:
-        edge: the edge of each token that ``is_counted`` [N_flat] selects.
-    """
+    """Returns the likeliest tokens of each path. ``is_counted`` [N_flat] selects tokens with an ``edge``."""
     by_name = {
         name.of: x.cpu().numpy() for name, x in scores.statistics.items() if isinstance(name, Likeliest)
     }
