@@ -17,7 +17,7 @@ def test_tensors_of_edges_pairs_and_plans_are_counted() -> None:
     batch = TreeBatch.from_trees([TokenTree.from_paths(paths)])  # 6 edges, 9 pairs, 3 paths
     edges = (batch.edge_source, batch.edge_label, batch.edge_number, batch.edge_temperature)
     assert tensor_bytes(edges) == 6 * 3 * 8
-    assert tensor_bytes(batch.pairs) == 9 * (8 + 8 + 4) + 3 * (8 + 3 * 4)
+    assert tensor_bytes(batch.pairs) == 9 * (8 + 8 + 4) + 3 * (8 + 8 + 3 * 4)
     assert tensor_bytes({None: (torch.zeros(3), [torch.zeros(2, dtype=torch.int8)], "plan")}) == 14
 
 

@@ -75,12 +75,15 @@ def test_the_loss_equals_its_formula_on_every_rollout(name, reduction):
     assert_equals(TreeLoss(name, reduction, sequence="rollout", **options), formula)
 
 
-@pytest.mark.parametrize("estimator", ["ratio", "k2", "k3"])
-@pytest.mark.parametrize(("level", "high"), [("sequence", 1.1), ("geometric", 1.05), ("max", 0.05)])
-def test_the_correction_of_every_rollout(level, high, estimator):
-    if level == "max" and estimator == "ratio":
-        return
-    high = high if estimator == "ratio" else {"sequence": 0.2, "geometric": 0.025, "max": 0.08}[level]
+CORRECTIONS = [
+    *(("sequence", estimator, high) for estimator, high in (("ratio", 1.1), ("k2", 0.2), ("k3", 0.2))),
+    *(("geometric", estimator, high) for estimator, high in (("ratio", 1.05), ("k2", 0.025), ("k3", 0.025))),
+    *(("max", estimator, 0.08) for estimator in ("k2", "k3")),
+]
+
+
+@pytest.mark.parametrize(("level", "estimator", "high"), CORRECTIONS)
+def test_the_correction_of_every_rollout(level, estimator, high):
     kept = []
 
     def formula(n, o, f, b, A, m):

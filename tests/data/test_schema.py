@@ -351,7 +351,8 @@ def test_token_records_carry_every_field(tmp_path):
         "pair": "a",
     }
     ((path,),) = paths_of(tmp_path, ROW | fields)
-    want = TokenPath(ROW["tokens"], id=path.id, rollout_tokens=1, **fields | {"pair": f"{path.id}/a"})
+    own = {"id": path.id, "rollout": f"{path.id}#0", "pair": f"{path.id}/a"}
+    want = TokenPath(ROW["tokens"], rollout_tokens=1, **fields | own)
     for name in TokenPath.__slots__:
         np.testing.assert_array_equal(getattr(path, name), getattr(want, name), err_msg=name)
     assert [values.tolist() for values in path.teacher_topk] == [[0, 0, 3], [5, 6, 7], [-2.5, -1.25, -1]]

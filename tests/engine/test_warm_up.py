@@ -77,8 +77,8 @@ def test_the_warm_up_has_all_fields_that_a_loss_may_read() -> None:
         batches = inputs.micro_batches[0]
         for batch in batches:
             missing = [name for name, value in vars(batch.pairs).items() if value is None]
-            # No loss of pairs runs on such a partition, and this one reads no targets.
-            assert missing == [*(["partner"] if len(batches) > 1 else []), "targets"]
+            # No loss of pairs or of rollouts runs on such a partition, and this one reads no targets.
+            assert missing == [*(["partner", "rollout"] if len(batches) > 1 else []), "targets"]
     step = TreeStep(step.model, TreeLoss("distill_topk"))
     (inputs,) = warm_up_inputs(step.preparer(), 150, 99, is_partitioned=False)
     assert len(inputs.micro_batches[0][0].pairs.targets.pair)

@@ -303,7 +303,7 @@ def test_pin_memory_pins_every_tensor_and_drops_what_was_prepared(monkeypatch):
                 yield from tensors(value)
 
     before, after = list(tensors(batch)), list(tensors(result))
-    assert len(after) == len(pinned) == 4 + 5 + 3 + 8 + 8
+    assert len(after) == len(pinned) == 4 + 6 + 3 + 8 + 8
     for (name, old), (same_name, new) in zip(before, after, strict=True):
         assert name == same_name
         assert any(new is tensor for tensor in pinned), name

@@ -6,7 +6,6 @@ d hidden size.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,7 +24,7 @@ from titan_tree.models.block import Attention
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.layers import MLP, Rope, at_least_fp32
 from titan_tree.models.tree_model import TreeModel, with_images
-from titan_tree.rl.sampler import at_temperature, check_positions, draw, uniforms
+from titan_tree.rl.sampler import at_temperature, check_logprobs, check_positions, draw, uniforms
 from titan_tree.rl.tree_cache import Forest, TreeCache
 from titan_tree.rl.truncation import ALL_IDS, KeptIds, Truncation
 from titan_tree.tree.context import Completion, Ids
@@ -347,9 +346,5 @@ def on_host(
     # One copy to the host. fp64 holds ids and log-probs exactly.
     columns = [tokens, logprobs] if sizes is None else [tokens, logprobs, sizes]
     ids, values, *numbers = torch.stack([column.double() for column in columns]).tolist()
-    if any(map(math.isnan, values)):
-        raise UserError(
-            "CachedSampler: the model's log-probs: expected numbers, got nan; check that its weights are "
-            "finite, or set training.dtype to float32"
-        )
+    check_logprobs(values)
     return list(map(int, ids)), values, [int(size) for size in chain(*numbers)]

@@ -17,7 +17,15 @@ from titan_tree.errors import UserError
 from titan_tree.models.pretrained import import_transformers
 from titan_tree.models.tree_model import TreeModel, with_images
 from titan_tree.rl.cached_sampler import CachedSampler, is_dense_decoder
-from titan_tree.rl.sampler import Sampler, at_temperature, check_positions, distinct_contexts, draw, uniforms
+from titan_tree.rl.sampler import (
+    Sampler,
+    at_temperature,
+    check_logprobs,
+    check_positions,
+    distinct_contexts,
+    draw,
+    uniforms,
+)
 from titan_tree.rl.truncation import ALL_IDS, KeptIds, Truncation
 from titan_tree.tree.context import Completion, Ids
 from titan_tree.tree.token_tree import TokenTree
@@ -57,8 +65,8 @@ class GenerateSampler:
         """See ``Sampler``. It is deterministic.
 
         Raises:
-            UserError: a context and its turn may exceed the model's positions, or the model is Qwen3-VL and
-                contexts have images.
+            UserError: a context and its turn may exceed the model's positions, log-probs are NaN, or the
+                model is Qwen3-VL and contexts have images.
         """
         check_positions(contexts, max_tokens, self.model.config.max_position_embeddings)
         paths, numbers = distinct_contexts(contexts)
@@ -67,7 +75,8 @@ class GenerateSampler:
         tokens, mask = self._tensor(tree.tokens)[index], (index >= 0).long()
         positions = self._tensor(tree.rope_positions)[..., index]
         uniform = uniforms(seeds, max(max_tokens), self._device)
-        record = _Record(self._tensor(max_tokens), uniform, self.truncation, self.temperature)
+        ends = self._tensor(max_tokens), self._tensor(stops)
+        record = _Record(*ends, uniform, self.truncation, self.temperature)
         with cast_weights(self.model):
             cache = self._read(tree, index, mask, positions)
             if cache is not None:
@@ -79,8 +88,6 @@ class GenerateSampler:
                 position_ids=positions.view(-1, *tokens.shape)[0, rows],
                 **{self._cache: cache},
                 do_sample=False,  # ``record`` draws the tokens
-                eos_token_id=list(stops),
-                pad_token_id=stops[0],
                 max_new_tokens=max(max_tokens),
                 logits_processor=[record.draw],
                 stopping_criteria=[record.is_done],
@@ -90,8 +97,9 @@ class GenerateSampler:
         kept = [ids.rows() for ids in record.kept]
         completions = []
         for row, (tokens, limit) in enumerate(zip(sampled, max_tokens, strict=True)):
-            # ``generate`` pads a turn that has ended.
+            # ``generate`` continues a turn that has ended, until all have.
             size = next((i for i, token in enumerate(tokens[:limit], 1) if token in stops), limit)
+            check_logprobs(logprobs[row][:size])
             masks = [of_rows[row] for of_rows in kept[:size]] if self.truncation.is_on else None
             completions.append(Completion(tokens[:size], logprobs[row][:size], None, masks))
         return completions
@@ -136,10 +144,11 @@ class GenerateSampler:
 
 
 class _Record:
-    """Draws tokens, records their log-probs, and ends rows at their limits.
+    """Draws tokens, records their log-probs, and ends rows.
 
     Args:
         limits: [B], the maximal number of tokens of each row.
+        stops: the ids that end a row.
         uniform: [B, T] fp64, the random numbers of each row's tokens.
         truncation, temperature: see ``GenerateSampler``.
     Attributes:
@@ -147,8 +156,10 @@ class _Record:
         kept: one entry per sampled token; empty without truncation.
     """
 
-    def __init__(self, limits: Tensor, uniform: Tensor, truncation: Truncation, temperature: float) -> None:
-        self.limits, self.uniform = limits, uniform
+    def __init__(
+        self, limits: Tensor, stops: Tensor, uniform: Tensor, truncation: Truncation, temperature: float
+    ) -> None:
+        self.limits, self.stops, self.uniform = limits, stops, uniform
         self.truncation, self.temperature = truncation, temperature
         self.logprobs: list[Tensor] = []
         self.kept: list[KeptIds] = []
@@ -163,8 +174,8 @@ class _Record:
         return torch.zeros_like(logits).scatter_(1, tokens[:, None], 1.0)
 
     def is_done(self, tokens: Tensor, _: object, **__: object) -> Tensor:
-        """Returns whether each row has reached its limit, [B]."""
-        return len(self.logprobs) >= self.limits
+        """Returns whether each row ends with this token, [B]. ``generate`` remembers which ones have."""
+        return (len(self.logprobs) >= self.limits) | torch.isin(tokens[:, -1], self.stops)
 
 
 def default_sampler(model: TreeModel, truncation: Truncation = ALL_IDS, temperature: float = 1.0) -> Sampler:

@@ -86,6 +86,9 @@ class PathPairs:
     is_mismatched: Tensor | None = None  # [P] bool: whether it is "mismatched"
     # [P] int64: number of the other path of the pair. None in a partition, or if the paths are not pairs.
     partner: Tensor | None = None
+    # [P] int64: number of the first path of the path's rollout. None in a partition, or if paths of a rollout
+    # are missing.
+    rollout: Tensor | None = None
     targets: PairTargets | None = None  # of pairs that count, if the loss reads them
 
     def of_edges(self, chosen: Tensor, edge_targets: Tensor | None = None) -> PathPairs:

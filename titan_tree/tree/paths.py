@@ -163,6 +163,7 @@ class TokenPath:
         shifted_ref_logprobs: Logprobs | None = None,
         shifted_rollout_logprobs: Logprobs | None = None,
         images: Sequence[tuple[int, Image]] | None = None,
+        rollout: str | None = None,
         teacher_topk: TokenTargets | Sequence[TopK | None] | None = None,
         teacher: str | None = None,
     ) -> None:

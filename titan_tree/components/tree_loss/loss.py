@@ -37,7 +37,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -428,7 +428,7 @@ def by_rollout(pairs: PathPairs) -> PathPairs:
         return torch.zeros_like(values).index_add(0, first, values)
 
     summed = {name: getattr(pairs, name) for name in ("weight", "loss_tokens", "rollout_log_ratio")}
-    joined = {name: total(values) for name, values in summed.items() if values is not None}
+    joined: dict[str, Any] = {name: total(x) for name, x in summed.items() if x is not None}
     if (divergence := pairs.rollout_divergence) is not None:
         sums, (low, high) = total(divergence[:, :2]), divergence[:, 2:].unbind(1)
         ends = low.scatter_reduce(0, first, low, "amin"), high.scatter_reduce(0, first, high, "amax")

@@ -14,7 +14,13 @@ from math import log
 import torch
 from torch import Tensor
 
-from titan_tree.components.tree_loss.ratios import clipped_surrogate, field, kl_estimate, ratio_metrics
+from titan_tree.components.tree_loss.ratios import (
+    bounded_exp,
+    clipped_surrogate,
+    field,
+    kl_estimate,
+    ratio_metrics,
+)
 from titan_tree.components.tree_loss.settings import LossFunction
 from titan_tree.components.tree_loss.spec import LossAndMetrics, LossSpec
 from titan_tree.errors import UserError
