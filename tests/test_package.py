@@ -108,7 +108,10 @@ def allowed(package: str) -> set[Path]:
     if package == "lightning":
         return {ROOT / "integrations" / "lightning.py"}
     if package == "aiohttp":
-        return {ROOT / "serve" / "agent_server.py"}
+        return {ROOT / "serve" / "agent_server.py", ROOT / "serve" / "tinker" / "api.py"}
+    if package == "tinker":
+        tenants = ROOT / "rl" / "tinker" / "tenants.py"
+        return {ROOT / "serve" / "tinker" / "api.py", ROOT / "serve" / "tinker" / "wire.py", tenants}
     if package == "trl":
         return set()  # integrations get its objects
     if package == "verl":
@@ -123,7 +126,18 @@ def allowed(package: str) -> set[Path]:
 
 
 PACKAGES = [
-    *("torchtitan", "torchao", "lightning", "trl", "verl", "httpx", "tenacity", "omegaconf", "aiohttp"),
+    *(
+        "torchtitan",
+        "torchao",
+        "lightning",
+        "trl",
+        "verl",
+        "httpx",
+        "tenacity",
+        "omegaconf",
+        "aiohttp",
+        "tinker",
+    ),
     "torch.distributed",
 ]
 

@@ -49,7 +49,7 @@ def test_a_turn_that_another_server_refuses_fails_alone(
     urls: list[str] = []
     start = AgentServer.start
     monkeypatch.setattr(AgentServer, "start", lambda server: urls.append(start(server)) or urls[0])
-    monkeypatch.setattr(serving, "_sampler", lambda *_: Refusing())
+    monkeypatch.setattr(serving, "_sampler", lambda *_: (Refusing(), None))
     monkeypatch.setattr(serving, "_watch", watch)
     config = load_tables(RLRunConfig, SERVE, [*TINY, f"folder={tmp_path}", "rl.max_rollout_tokens=512"])
     with ThreadPoolExecutor(1) as pool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -113,6 +114,14 @@ class Rows:
         return flat.view(self.shape)
 
 
+class ByToken(Protocol):
+    """What gives the values of edges in a framework's order, such as ``Rows``."""
+
+    def by_token(self, values: Tensor, batch: TreeBatch) -> Tensor:
+        """Returns the values of the edges of ``batch``. Differentiable."""
+        ...
+
+
 class RowLoss(TreeLoss):
     """Any loss of the log-probs of rows, for ``TreeStep(model, RowLoss(rows, function))``.
 
@@ -120,7 +129,7 @@ class RowLoss(TreeLoss):
     The loss may depend on all rows: TreeStep scores trees that are partitioned in a pass of their own.
 
     Args:
-        rows: the rows of the only micro-batch of the step.
+        rows: those of the only micro-batch of the step.
         function: maps log-probs and entropies (None without ``entropy``), which are laid out like
             ``Rows.by_token``, to a loss, 0-dim. It is called once per step.
         entropy: whether the function needs entropies.
@@ -131,7 +140,7 @@ class RowLoss(TreeLoss):
     value: Tensor
 
     def __init__(
-        self, rows: Rows, function: Callable[[Tensor, Tensor | None], Tensor], entropy: bool = False
+        self, rows: ByToken, function: Callable[[Tensor, Tensor | None], Tensor], entropy: bool = False
     ) -> None:
         super().__init__()
         self.spec = LossSpec(self.spec.function, needs_whole_paths=True, compares_paths=True)

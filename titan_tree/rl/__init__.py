@@ -6,6 +6,7 @@ agents.py            programs that play rollouts: the environment of a file of t
 search.py            a bundled environment: questions that need several searches
 model_recorder.py    answers requests of agents with sampled turns, and keeps their sessions
 serving.py           titan-tree serve
+tinker/              the models of clients of Tinker's API
 sampler.py           the protocols Sampler and RemoteSampler
 truncation.py        top-p, top-k and min-p sampling, and the ids that it kept
 cached_sampler.py    samples from the weights of a dense model that is trained

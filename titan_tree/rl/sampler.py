@@ -8,9 +8,10 @@ Shapes: B rows, V vocabulary size.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -44,6 +45,21 @@ class Sampler(Protocol):
                 the same weights and arguments. If only the other contexts differ, rounding may differ.
         """
         ...
+
+
+class LockedSampler:
+    """A sampler that holds a lock while it samples."""
+
+    def __init__(self, sampler: Sampler, lock: threading.Lock) -> None:
+        self.sampler, self.lock = sampler, lock
+        self.reads_images = getattr(sampler, "reads_images", False)
+
+    def sample(
+        self, contexts: Sequence[Ids], max_tokens: Sequence[int], stops: Ids, seeds: Sequence[int]
+    ) -> list[Completion]:
+        """See ``Sampler``."""
+        with self.lock:
+            return self.sampler.sample(contexts, max_tokens, stops, seeds)
 
 
 @runtime_checkable
@@ -175,6 +191,15 @@ def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     chosen = (uniform * ends[:, -1]).long()[:, None]
     tokens = torch.searchsorted(ends, chosen, right=True).clamp_max(logits.shape[1] - 1)
     return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
+
+
+def check_logprobs(logprobs: Iterable[float]) -> None:
+    """Raises UserError if log-probs of sampled tokens are NaN."""
+    if any(map(math.isnan, logprobs)):
+        raise UserError(
+            "sampling: the model's log-probs: expected numbers, got nan; check that its weights are finite, "
+            "or set training.dtype to float32"
+        )
 
 
 def in_daemon(function: Callable[[], T], name: str) -> Future[T]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Collection
 from functools import partial
@@ -57,6 +58,39 @@ def build_parallel_model(
     else:
         _parallelize_and_load(built, model, training, parallel, mesh, mesh.device_type)
     return built
+
+
+def build_base(model: ModelConfig, training: TrainingConfig, device: str) -> TreeModel:
+    """Returns a frozen model on one device, in the dtype of training, whose weights ``share_base`` shares."""
+    plain = dataclasses.replace(training, compile=False, activation_checkpoint="none")
+    base = build_parallel_model(model, plain, ParallelConfig(), OneRank(device))
+    base.requires_grad_(False)
+    for weight in base.parameters():
+        weight.data = weight.data.to(getattr(torch, training.dtype))
+    return base
+
+
+def share_base(
+    base: TreeModel, training: TrainingConfig, lora: LoRA | None = None, seed: int = 0
+) -> TreeModel:
+    """Returns a model of its own modules with the tensors of ``base``, and LoRA beside them.
+
+    Args:
+        base: the result of ``build_base``.
+        seed: of the factors, see ``init_lora``.
+    """
+    tensors = (*base.parameters(), *base.buffers())
+    model = copy.deepcopy(base, {id(tensor): tensor for tensor in tensors})
+    if lora is not None:
+        add_lora(model, lora)
+        init_lora(weight_shards(model), seed)
+    return parallelize(
+        model,
+        OneRank(next(base.parameters()).device.type),
+        dtype=getattr(torch, training.dtype),
+        activation_checkpoint=training.activation_checkpoint,
+        compile=training.compile,
+    )
 
 
 def _parallelize_and_load(

@@ -12,5 +12,6 @@ session.py        Session: the calls of one rollout, as a tree of token ids; the
 session_files.py  sessions as files, and their rows
 agent_server.py   AgentServer: the HTTP server; only it imports aiohttp
 process.py        runs agents' programs, and leaves none of their processes behind
+tinker/           Tinker's API: training and sampling for loops of clients
 supervisor.py     the process between a run and a program
 """

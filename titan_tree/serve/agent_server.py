@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Protocol
@@ -74,7 +74,12 @@ class AgentServer:
     """
 
     def __init__(
-        self, recorder: Recorder, config: ServeConfig, model: str, secret: str | None = None
+        self,
+        recorder: Recorder,
+        config: ServeConfig,
+        model: str,
+        secret: str | None = None,
+        routes: Sequence[web.RouteDef] = (),
     ) -> None:
         if secret is None and config.host not in LOOPBACK:
             raise UserError(
@@ -95,6 +100,7 @@ class AgentServer:
             router.add_post(f"{prefix}/v1/messages/count_tokens", self._count)
             router.add_get(f"{prefix}/v1/models", self._models)
             router.add_post(f"{prefix}/end", self._end)
+        router.add_routes(routes)
 
     def start(self) -> str:
         """Starts the thread, and returns the server's URL. Raises UserError if the port is taken."""

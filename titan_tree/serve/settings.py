@@ -23,3 +23,6 @@ class ServeConfig(Checked, table="serve"):
     # another way than the model wrote them, for example without thoughts, the session forks. "append": the
     # turns themselves.
     mode: Literal["faithful", "append"] = "faithful"
+    # Merge equal prefixes of the data of a training request (docs/tinker.md). false computes each datum
+    # alone, for comparison: the results are the same.
+    merge: bool = True

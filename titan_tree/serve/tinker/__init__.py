@@ -1,0 +1,9 @@
+"""tinker: the API of the package ``tinker``, so that its clients train and sample here. See docs/tinker.md.
+
+    protobuf or JSON -> wire -> Pass, Sample -> TinkerAPI (sessions, order, futures) -> Engine -> wire
+
+wire.py  messages of the client's package from and to arrays
+api.py   TinkerAPI: addresses, sessions, models, the order of requests, results that clients fetch; Engine
+
+The engine is titan_tree.rl.tinker. No module here computes with torch.
+"""
