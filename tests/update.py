@@ -23,6 +23,7 @@ def main() -> None:
         ["tests.docs.configuration_page"],
         ["tests.docs.dense_step"],
         ["tests.docs.templates_table"],
+        ["tests.docs.recipes_table"],
         ["tests.docs.update_outputs", *pages],
         *([["tests.run.test_curves"]] if args.curves else []),
     ]
