@@ -49,9 +49,9 @@ SAVED = re.compile(
     rf"tinker://([0-9a-f]{{32}}:train:[0-9]{{1,9}})/(weights|sampler_weights)/({NAME.pattern})"
 )
 INFO = (
-    "titan_tree: adapters cover the linears of the layers, so train_unembed has no effect; ttl_seconds has "
-    "none either, files stay until you delete them; log-probs of samples are those at the temperature and "
-    "over the ids that were sampled from"
+    "titan_tree: adapters cover the linears of the layers, so train_unembed has no effect; ttl_seconds and "
+    "user_metadata have none either, and files stay until you delete them; log-probs of samples are those at "
+    "the temperature and over the ids that were sampled from"
 )
 Weights = str | tuple[Path, types.LoraConfig | None]  # a name, or a folder and what adapters in it cover
 Result = bytes | dict[str, Any]
@@ -388,10 +388,8 @@ class TinkerAPI:
         asked = wire.read_json(types.CreateModelRequest, body)
         self._check_base(asked.base_model)
         _check_optimizer(asked.optimizer_config)
-        session, name = (
-            self._session(owner, asked.session_id),
-            f"{asked.session_id}:train:{asked.model_seq_id}",
-        )
+        session = self._session(owner, asked.session_id)
+        name = f"{asked.session_id}:train:{asked.model_seq_id}"
         if name not in session.models:
             session.models[name] = _Model(asked.lora_config)
 
