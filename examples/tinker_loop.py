@@ -81,6 +81,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         logical, distinct = (int(metrics[f"{name}:sum"]) for name in ("tokens", "distinct_tokens"))
         seconds = perf_counter() - start
         print(f"{number:4}  {mean_rewards[-1]:6.3f}  {logical:14}  {distinct:15}  {seconds:7.1f}")
+    service.close("success").result()
     return mean_rewards
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +44,9 @@ def tenants(folder: Path, *keys: str, model: tuple[str, ...] = RANDOM) -> Tenant
     return Tenants(config, Chat(tokenizer), base, threading.Lock())
 
 
+_clients: list[tinker.ServiceClient] = []
+
+
 @contextmanager
 def serving(
     folder: Path, snapshot: str | None = None, secret: str | None = None
@@ -59,6 +62,9 @@ def serving(
     try:
         yield server.start(), api
     finally:
+        while _clients:  # else their threads would warn of missing heartbeats in other tests
+            with suppress(tinker.NotFoundError):  # the session has ended
+                _clients.pop().close("success").result()
         server.close()
         api.close()
 
@@ -66,7 +72,8 @@ def serving(
 def connect(url: str, key: str = "tml-a") -> tinker.ServiceClient:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return tinker.ServiceClient(base_url=url, api_key=key)
+        _clients.append(tinker.ServiceClient(base_url=url, api_key=key))
+    return _clients[-1]
 
 
 def datum(tokens: list[int], targets: object = None, **inputs: object) -> types.Datum:
