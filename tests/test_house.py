@@ -10,7 +10,7 @@ from tests.support.house import circles, counts, traced_step
 
 LIMITS = {
     "files": 349,
-    "lines": 63_185,
+    "lines": 63_183,
     "files of the core": 239,
     "lines of the core": 45_463,
     "classes": 472,
@@ -21,8 +21,8 @@ LIMITS = {
     "files reached from the trainer": 164,
     "lines reached from the trainer": 31_764,
     "Any": 398,
-    "words of documentation": 55_779,
-    "lines of tests": 60_312,
+    "words of documentation": 55_780,
+    "lines of tests": 60_321,
     "files acting in a dense step": 86,
     "classes acting in a dense step": 75,
 }

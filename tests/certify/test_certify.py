@@ -122,8 +122,8 @@ def pairs_fault(change):
     def plant(patch):
         made = batches.tree_pairs
 
-        def faulty(tree, edges):
-            edges, pairs = made(tree, edges)
+        def faulty(tree, edges, targets=False):
+            edges, pairs = made(tree, edges, targets)
             if len(tree.paths) > 1:
                 change(pairs)
             return edges, pairs

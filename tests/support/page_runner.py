@@ -111,12 +111,14 @@ def _check_config(text: str) -> None:
     name = re.match(r"# (\w+\.toml)\n", text)
     file = Path(name[1] if name else "block.toml")
     file.write_text(text)
-    overrides = [] if "files" in table.get("data", {}) else ["data.files=demo"]
-    if not {"flavor", "hf_path"} & table.get("model", {}).keys():
-        overrides.append("model.flavor=debug")
+    has_model = {"flavor", "hf_path"} & table.get("model", {}).keys()
+    overrides = [] if has_model else ["model.flavor=debug"]
     if "rl" in table:
-        load_tables(RLRunConfig, file)
-    elif "lightning" in table:
+        load_tables(RLRunConfig, file, overrides)
+        return
+    if "files" not in table.get("data", {}):
+        overrides.append("data.files=demo")
+    if "lightning" in table:
         load_tables(LightningRunConfig, file, overrides)
     else:
         load_config(file, overrides)
