@@ -15,12 +15,11 @@ from titan_tree.errors import UserError
 from titan_tree.models.hf.snapshot_files import fingerprint, fingerprint_files
 from titan_tree.models.lora.adapters import adapters_off
 from titan_tree.models.lora.peft import ADAPTER
-from titan_tree.models.settings import LoRAConfig, ModelConfig
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.rl.settings import RLRunConfig, is_address
 from titan_tree.run.model_setup import (
+    build_frozen_model,
     build_model_without_weights,
-    build_parallel_model,
     snapshot_model,
     start_weights,
 )
@@ -58,7 +57,8 @@ class Reference:
         if self.is_base:
             return
         model = config.model if folder is None else snapshot_model(config.model, folder)
-        self.model = frozen_model(config, model, mesh, lora if folder is None else None)
+        adapted = lora if folder is None else None
+        self.model = build_frozen_model(model, config.training, config.parallel, mesh, adapted)
 
     def set_ref_logprobs(self, trees: Sequence[TokenTree]) -> None:
         """Sets ``ref_logprobs`` of all paths of this rank's trees. Collective."""
@@ -70,18 +70,6 @@ class Reference:
                 max_tokens=self.max_tokens,
                 partitioner=self.step.partitioner,
             )
-
-
-def frozen_model(
-    config: RLRunConfig, model: ModelConfig, mesh: DeviceMesh, lora: LoRAConfig | None = None
-) -> TreeModel:
-    """Returns a model that only scores, which ranks share as they share the trained one."""
-    frozen = build_parallel_model(model, config.training, config.parallel, mesh, lora)
-    frozen.requires_grad_(False)
-    if mesh.size() == 1 and (dtype := frozen.execution.dtype):
-        for weight in frozen.parameters():  # cast once instead of in every step
-            weight.data = weight.data.to(dtype)
-    return frozen
 
 
 def check_reference(config: RLRunConfig, loss: TreeLoss) -> None:

@@ -20,10 +20,9 @@ from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError, errors_at, shorten
 from titan_tree.models.hf.snapshot_files import fingerprint
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.rl.reference_policy import frozen_model
 from titan_tree.rl.settings import RLRunConfig, is_address
 from titan_tree.rl.truncation import Truncation
-from titan_tree.run.model_setup import snapshot_model
+from titan_tree.run.model_setup import build_frozen_model, snapshot_model
 from titan_tree.scoring.score_trees import set_teacher_topk
 from titan_tree.tree.path_fields import TopK, teacher_topk_of
 from titan_tree.tree.paths import TokenPath
@@ -57,7 +56,8 @@ class Teachers:
                 self.models[name] = call_on_all_ranks(partial(_Server, where, config))
             else:
                 self.identity[name] = f"snapshot {fingerprint(Path(where))}"
-                self.models[name] = frozen_model(config, snapshot_model(config.model, where), mesh)
+                model = snapshot_model(config.model, where)
+                self.models[name] = build_frozen_model(model, config.training, config.parallel, mesh)
 
     def name_paths(self, paths: Sequence[TokenPath], name: object) -> None:
         """Sets ``teacher`` of a task's paths to the name that the task has. None: to the only teacher."""

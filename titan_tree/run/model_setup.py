@@ -60,14 +60,26 @@ def build_parallel_model(
     return built
 
 
+def build_frozen_model(
+    model: ModelConfig,
+    training: TrainingConfig,
+    parallel: ParallelConfig,
+    mesh: DeviceMesh | OneRank,
+    lora: LoRAConfig | None = None,
+) -> TreeModel:
+    """Returns ``build_parallel_model``'s model with frozen weights; on one rank, in the dtype of training."""
+    frozen = build_parallel_model(model, training, parallel, mesh, lora)
+    frozen.requires_grad_(False)
+    if mesh.size() == 1:
+        for weight in frozen.parameters():  # cast once instead of in every step
+            weight.data = weight.data.to(getattr(torch, training.dtype))
+    return frozen
+
+
 def build_base(model: ModelConfig, training: TrainingConfig, device: str) -> TreeModel:
-    """Returns a frozen model on one device, in the dtype of training, whose weights ``share_base`` shares."""
+    """Returns a frozen model on one device, whose weights ``share_base`` shares."""
     plain = dataclasses.replace(training, compile=False, activation_checkpoint="none")
-    base = build_parallel_model(model, plain, ParallelConfig(), OneRank(device))
-    base.requires_grad_(False)
-    for weight in base.parameters():
-        weight.data = weight.data.to(getattr(torch, training.dtype))
-    return base
+    return build_frozen_model(model, plain, ParallelConfig(), OneRank(device))
 
 
 def share_base(
