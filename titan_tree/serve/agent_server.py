@@ -205,15 +205,11 @@ class AgentServer:
 
     def _session(self, request: web.Request, right: str = "") -> str:
         """Returns the session of a request whose key is right: ``key(session + right)``."""
-        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        key = (request.headers.get("x-api-key") or bearer).encode(errors="surrogateescape")
-        session = request.match_info.get("session")
+        key, session = client_key(request, self._secret is not None), request.match_info.get("session")
         if self._secret is not None:
             if session is None or not hmac.compare_digest(key, self.key(session + right).encode()):
                 raise web.HTTPUnauthorized(text=f"expected /s/SESSION and the key of SESSION{right}")
             return session
-        if "Origin" in request.headers:  # browsers send it with each POST, agents do not
-            raise web.HTTPForbidden(text="web pages need keys; set serve.secret_env")
         return session or f"key-{hashlib.sha256(key).hexdigest()[:16]}"
 
     @web.middleware
@@ -224,6 +220,14 @@ class AgentServer:
         except Exception as error:
             status, message = _status(request, error)
             return web.json_response(_dialect(request).error(status, message), status=status)
+
+
+def client_key(request: web.Request, has_secret: bool) -> bytes:
+    """Returns the key that a client sent. Without a secret, raises HTTPForbidden for web pages."""
+    if not has_secret and "Origin" in request.headers:  # browsers send it with each POST, clients do not
+        raise web.HTTPForbidden(text="web pages need keys; set serve.secret_env")
+    bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    return (request.headers.get("x-api-key") or bearer).encode(errors="surrogateescape")
 
 
 def _dialect(request: web.Request) -> Dialect:

@@ -34,6 +34,7 @@ from tinker import types
 from titan_tree.data.readers.row_reader import expect
 from titan_tree.data.readers.strict_json import parse_json
 from titan_tree.errors import UserError, shorten
+from titan_tree.serve.agent_server import client_key
 from titan_tree.serve.tinker import wire
 from titan_tree.serve.tinker.wire import Pass, PassResult, Sample, Sequences
 
@@ -269,16 +270,13 @@ class TinkerAPI:
         return answer
 
     def _owner(self, request: web.Request) -> str:
-        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        key = request.headers.get("X-API-Key") or bearer
-        if self._secret is None:
-            if "Origin" in request.headers:  # browsers send it, clients do not
-                raise web.HTTPForbidden(text="web pages need keys; set serve.secret_env")
-        else:
-            right = key_of(self._secret, key.removeprefix("tml-").rpartition("-")[0])
-            if not hmac.compare_digest(key.encode(errors="replace"), right.encode(errors="replace")):
+        key = client_key(request, self._secret is not None)
+        if self._secret is not None:
+            user = key.decode(errors="surrogateescape").removeprefix("tml-").rpartition("-")[0]
+            right = key_of(self._secret, user).encode(errors="surrogateescape")
+            if not hmac.compare_digest(key, right):
                 raise web.HTTPUnauthorized(text="expected the key of a user, see docs/tinker.md")
-        return hashlib.sha256(key.encode(errors="replace")).hexdigest()
+        return hashlib.sha256(key).hexdigest()
 
     def _session(self, owner: str, name: str) -> _Session:
         session = self._sessions.get(name)
