@@ -50,11 +50,11 @@ from titan_tree.rl.tinker.losses import Loss, loss_of
 from titan_tree.rl.truncation import Truncation
 from titan_tree.run.model_setup import build_parallel_model, share_base
 from titan_tree.scoring.score_trees import tree_logprobs
+from titan_tree.serve.tinker.api import META, Weights
 from titan_tree.serve.tinker.wire import Datum, Pass, PassResult, Sample, Sequences, required
 
 ALPHA = 32.0  # of adapters of any rank, as in Tinker (thinkingmachines.ai/blog/lora)
-WEIGHTS, OPTIMIZER, META = "weights.safetensors", "optimizer.safetensors", "tinker.json"
-Weights = str | tuple[Path, types.LoraConfig | None]  # a name, or a folder and what adapters in it cover
+WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 GREEDY = 1e-5  # below this temperature, logits divided by it overflow; vLLM has the same limit
 KEPT = 64  # sampled adapters that stay in memory; of models with weights of their own, only one does
 

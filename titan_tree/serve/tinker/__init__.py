@@ -3,7 +3,8 @@
     protobuf or JSON -> wire -> Pass, Sample -> TinkerAPI (sessions, order, futures) -> Engine -> wire
 
 wire.py  messages of the client's package from and to arrays
-api.py   TinkerAPI: addresses, sessions, models, the order of requests, results that clients fetch; Engine
+jobs.py  JobQueue: the thread in which the engine runs, and the results of requests
+api.py   TinkerAPI: addresses, sessions, models, the order of requests; Engine
 
 The engine is titan_tree.rl.tinker. No module here computes with torch.
 """

@@ -5,8 +5,7 @@
     retrieve_future -> waits for the result
 
 A client may send a request twice, because it has missed the answer. Its number names the future, so it runs
-once. Requests of one model run in their order. Those of a kind that wait together run as one: passes as one
-forest, samples as one batch.
+once. Requests of one model run in their order.
 """
 
 from __future__ import annotations
@@ -15,15 +14,11 @@ import asyncio
 import hashlib
 import hmac
 import json
-import logging
 import re
 import secrets
 import shutil
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,11 +31,10 @@ from titan_tree.data.readers.strict_json import parse_json
 from titan_tree.errors import UserError, shorten
 from titan_tree.serve.agent_server import client_key
 from titan_tree.serve.tinker import wire
+from titan_tree.serve.tinker.jobs import Future, Job, JobQueue, Result
 from titan_tree.serve.tinker.wire import Pass, PassResult, Sample, Sequences
 
-logger = logging.getLogger(__name__)
 WAIT_S = 20.0  # seconds for which a request for a result waits; clients wait for 45
-GATHER_S = 0.02  # seconds until samples that wait make a batch
 IDLE_S = 900.0  # seconds without a heartbeat, of which clients send one every 10 s, until a session ends
 KEPT_S = 300.0  # seconds for which a result stays after a client has fetched it
 NEW = "~"  # ends the name of a saved folder until ``_publish``
@@ -54,8 +48,8 @@ INFO = (
     "user_metadata have none either, and files stay until you delete them; log-probs of samples are those at "
     "the temperature and over the ids that were sampled from"
 )
+META = "tinker.json"  # of saved weights
 Weights = str | tuple[Path, types.LoraConfig | None]  # a name, or a folder and what adapters in it cover
-Result = bytes | dict[str, Any]
 
 
 class Engine(Protocol):
@@ -87,7 +81,7 @@ class Engine(Protocol):
         ...
 
     def save(self, model: str, folder: Path, meta: dict[str, Any]) -> None:
-        """Writes a model into a new folder, with tinker.json."""
+        """Writes a model into a new folder, with ``meta`` as META."""
         ...
 
     def load(self, model: str, folder: Path, adapter: types.LoraConfig | None, with_optimizer: bool) -> None:
@@ -108,31 +102,12 @@ class Engine(Protocol):
 
 
 @dataclass(eq=False)
-class _Future:
-    """The result of a request, once it has one. An error is a result, too."""
-
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    result: Result = b""
-
-
-@dataclass(eq=False)
-class _Job:
-    """What the engine does for a request. Jobs with equal keys may run at once; None runs alone."""
-
-    future: _Future
-    run: Callable[[Sequence[Any]], Sequence[Result]]  # takes the values of all jobs that run at once
-    value: Any = None
-    model: str = ""
-    key: tuple[object, ...] | None = None
-
-
-@dataclass(eq=False)
 class _Model:
     """A model of a session. Requests with a later number wait in ``waiting``."""
 
     adapter: types.LoraConfig | None
     next: int = 1
-    waiting: dict[int, _Job] = field(default_factory=dict)
+    waiting: dict[int, Job] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -141,7 +116,7 @@ class _Session:
     seen: float = field(default_factory=time.monotonic)
     models: dict[str, _Model] = field(default_factory=dict)
     samplers: dict[str, tuple[Weights, str | None]] = field(default_factory=dict)  # and the saved path
-    futures: dict[str, _Future] = field(default_factory=dict)
+    futures: dict[str, Future] = field(default_factory=dict)
 
 
 class TinkerAPI:
@@ -163,10 +138,7 @@ class TinkerAPI:
         self._engine, self._name, self._folder = engine, model, folder
         self._max_sessions, self._secret = max_sessions, secret
         self._sessions: dict[str, _Session] = {}
-        self._jobs: deque[_Job] = deque()
-        self._change = threading.Condition()
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._work, name="titan_tree tinker", daemon=True)
+        self._jobs = JobQueue()
 
     def routes(self) -> list[web.RouteDef]:
         """Returns the addresses of the API."""
@@ -206,57 +178,16 @@ class TinkerAPI:
             _publish(new)
         for half in self._folder.glob("*/*/.*.tmp"):
             shutil.rmtree(half)
-        self._thread.start()
+        self._jobs.start()
 
     def close(self) -> None:
-        """Ends the thread after what it is doing. Other requests stay without results."""
-        with self._change:
-            self._is_closed = True
-            self._change.notify()
-        self._thread.join()
-
-    # The engine's thread
-
-    def _work(self) -> None:
-        while (jobs := self._take()) is not None:
-            try:
-                results = list(jobs[0].run([job.value for job in jobs]))
-            except UserError as error:
-                results = [{"error": str(error), "category": "user"}] * len(jobs)
-            except Exception as error:
-                logger.error("%s: %s", jobs[0].model, "internal error", exc_info=error)
-                message = "internal error; the log of the server says more"
-                results = [{"error": message, "category": "server"}] * len(jobs)
-            with suppress(RuntimeError):  # the server's thread has ended
-                for job, result in zip(jobs, results, strict=True):
-                    self._loop.call_soon_threadsafe(_finish, job.future, result)
-
-    def _take(self) -> list[_Job] | None:
-        """Waits for a job. Returns it with those that run at once, or None at the end."""
-        with self._change:
-            self._change.wait_for(lambda: self._jobs or self._is_closed)
-            if self._is_closed:
-                return None
-            if self._jobs[0].model == "":  # samples of other clients may be on their way
-                self._change.wait_for(lambda: self._is_closed, GATHER_S)
-            first = self._jobs.popleft()
-            jobs, left, is_open = [first], deque[_Job](), True
-            for job in self._jobs:
-                if is_open and job.key is not None and job.key == first.key:
-                    jobs.append(job)
-                else:
-                    left.append(job)
-                    is_open = is_open and (job.model != first.model or not first.model)
-            self._jobs = left
-            return jobs
-
-    # Requests
+        """Ends the thread that calls the engine, see ``JobQueue.close``."""
+        self._jobs.close()
 
     def _answered(self, handler: Callable[..., Any]) -> Callable[[web.Request], Any]:
         """Returns a handler that answers errors as JSON, and knows the key of the request."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
-            self._loop = asyncio.get_running_loop()
             try:
                 body = await handler(request, self._owner(request), await request.read())
             except UserError as error:
@@ -293,26 +224,11 @@ class TinkerAPI:
             raise web.HTTPNotFound(text=f"model {shorten(name)}: unknown; create it, or load saved weights")
         return session, session.models[name]
 
-    def _later(
-        self, session: _Session, name: str, job: _Job, model: _Model | None = None, seq: int = 0
-    ) -> dict[str, Any]:
-        """Hands a job to the engine, in its turn, and returns the name of its future."""
+    def _later(self, session: _Session, name: str, job: Job) -> dict[str, Any]:
+        """Hands a job to the engine, and returns the name of its future."""
         session.futures[name] = job.future
-        if model is None:
-            self._put([job])
-        else:
-            model.waiting[seq] = job
-            ready = []
-            while (following := model.waiting.pop(model.next, None)) is not None:
-                ready.append(following)
-                model.next += 1
-            self._put(ready)
+        self._jobs.put([job])
         return {"request_id": name, "model_id": job.model}
-
-    def _put(self, jobs: Sequence[_Job]) -> None:
-        with self._change:
-            self._jobs.extend(jobs)
-            self._change.notify()
 
     def _in_turn(
         self,
@@ -323,7 +239,7 @@ class TinkerAPI:
         value: Any = None,
         key: tuple[object, ...] | None = None,
     ) -> Result:
-        """Hands a request for a model to the engine, in the order of ``seq``. See ``_Job``."""
+        """Hands a request for a model to the engine, in the order of ``seq``. See ``Job``."""
         session, model = self._model(owner, name)
         if seq is None or seq < 1:
             raise UserError(f"seq_id: expected a number from 1, got {seq}")
@@ -332,7 +248,14 @@ class TinkerAPI:
             return {"request_id": future, "model_id": name}
         if seq < model.next or seq > model.next + 100_000:
             raise UserError(f"seq_id: expected {model.next} or a later one, got {seq}")
-        return self._later(session, future, _Job(_Future(), run, value, name, key), model, seq)
+        job = model.waiting[seq] = Job(run, value, name, key)
+        session.futures[future] = job.future
+        ready = []
+        while (following := model.waiting.pop(model.next, None)) is not None:
+            ready.append(following)
+            model.next += 1
+        self._jobs.put(ready)
+        return {"request_id": future, "model_id": name}
 
     async def _client_config(self, request: web.Request, owner: str, body: bytes) -> Result:
         return {"pjwt_auth_enabled": False}
@@ -366,7 +289,7 @@ class TinkerAPI:
             self._engine.drop([*ended.models, *ended.samplers])
             return [{}]
 
-        self._put([_Job(_Future(), drop, model=name)])
+        self._jobs.put([Job(drop, model=name)])
 
     async def _heartbeat(self, request: web.Request, owner: str, body: bytes) -> Result:
         asked = wire.read_json(types.SessionHeartbeatRequest, body)
@@ -395,7 +318,7 @@ class TinkerAPI:
                 self._engine.create(name, asked.lora_config)
                 return [{"type": "create_model", "model_id": name}]
 
-            return self._later(session, f"{name}:0", _Job(_Future(), create, model=name))
+            return self._later(session, f"{name}:0", Job(create, model=name))
         return {"request_id": f"{name}:0", "model_id": name}
 
     def _check_base(self, name: str) -> None:
@@ -479,7 +402,7 @@ class TinkerAPI:
         """Returns the folder of a saved path, and what its adapter covers."""
         match = SAVED.fullmatch(path)
         folder = self._folder.joinpath(*match.groups()) if match else Path()
-        meta = json.loads((folder / "tinker.json").read_bytes()) if match and folder.is_dir() else {}
+        meta = json.loads((folder / META).read_bytes()) if match and folder.is_dir() else {}
         if meta.get("owner") != owner:
             raise UserError(f"path: expected weights that this key has saved here, got {shorten(path)}")
         self._check_base(meta["base_model"])
@@ -524,7 +447,7 @@ class TinkerAPI:
         session = self._session(owner, asked.session_id or "")
         if name not in session.models:
             session.models[name] = _Model(self._saved(owner, asked.path)[1])
-            return self._later(session, f"{name}:0", _Job(_Future(), run, model=name))
+            return self._later(session, f"{name}:0", Job(run, model=name))
         return {"request_id": f"{name}:0", "model_id": name}
 
     async def _weights_info(self, request: web.Request, owner: str, body: bytes) -> Result:
@@ -581,7 +504,7 @@ class TinkerAPI:
         def run(samples: Sequence[Sample]) -> list[Result]:
             return [wire.write_sequences(result) for result in self._engine.sample(weights, samples)]
 
-        job = _Job(_Future(), run, sample, key=("sample", weights, *sample.kind))
+        job = Job(run, sample, key=("sample", weights, *sample.kind))
         return self._later(session, future, job) | ids
 
     async def _retrieve(self, request: web.Request, owner: str, body: bytes) -> web.StreamResponse:
@@ -594,7 +517,7 @@ class TinkerAPI:
         except TimeoutError:
             waits = {"type": "try_again", "request_id": name, "queue_state": "active"}
             return web.json_response(waits, status=408)
-        self._loop.call_later(KEPT_S, session.futures.pop, name, None)
+        asyncio.get_running_loop().call_later(KEPT_S, session.futures.pop, name, None)
         if isinstance(future.result, bytes):
             return web.Response(body=future.result, content_type=PROTOBUF)
         return web.json_response(future.result)
@@ -605,11 +528,6 @@ def key_of(secret: str, user: str) -> str:
     # No session of an agent has a name that begins with "/", so none has this key (AgentServer.key).
     digest = hmac.new(secret.encode(), f"/tinker/{user}".encode(errors="replace"), hashlib.sha256)
     return f"tml-{user}-{digest.hexdigest()}"
-
-
-def _finish(future: _Future, result: Result) -> None:
-    future.result = result
-    future.done.set()
 
 
 def _publish(new: Path) -> None:
