@@ -8,13 +8,15 @@ M targets of all data together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from titan_tree.errors import UserError, shorten, unknown_name
+from titan_tree.serve.tinker.wire import Datum
 
 PPO_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 GSPO_CLIP = {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4}  # section 5.1 of the paper
@@ -38,11 +40,38 @@ class Loss:
     )
     options: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def names(self) -> Mapping[str, bool]:
-        """The names of all inputs."""
+    def check(self, data: Sequence[Datum]) -> None:
+        """Checks that all data have the inputs of the loss, one number per token, or k numbers.
+
+        Raises:
+            UserError: an input is missing, unknown, or of another shape.
+        """
         clips = {name: False for name in self.options if name.startswith("clip_")}
-        return {**self.inputs, **clips}
+        names = {**self.inputs, **clips}
+        for index, datum in enumerate(data):
+            where = f"data[{index}]"
+            if not len(datum.tokens):
+                raise UserError(f"{where}.model_input: expected at least one token, got none")
+            if unknown := sorted(datum.inputs.keys() - names.keys()):
+                raise UserError(f"{where}.{unknown[0]}: expected only {', '.join(names)} for this loss")
+            shape = datum.inputs["target_tokens"].shape if "target_tokens" in datum.inputs else ()
+            for name, is_required in names.items():
+                if name not in datum.inputs:
+                    if is_required:
+                        raise UserError(f"{where}.{name}: missing; this loss reads {', '.join(names)}")
+                    continue
+                got = datum.inputs[name]
+                if got.shape != shape or len(got) != len(datum.tokens) or 0 in got.shape:
+                    raise UserError(
+                        f"{where}.{name}: expected {len(datum.tokens)} entries, one per token, and as many "
+                        f"as target_tokens, got shape {list(got.shape)}"
+                    )
+                if name == "target_tokens" and got.dtype.kind != "i":
+                    raise UserError(f"{where}.{name}: expected integers, got {got.dtype} numbers")
+                if not np.isfinite(got).all():
+                    raise UserError(
+                        f"{where}.{name}: expected finite numbers, got {got[~np.isfinite(got)][0]}"
+                    )
 
 
 def _cross_entropy(logprobs: Tensor, inputs: Inputs, options: Options, datum: Tensor) -> Tensor:
@@ -75,10 +104,9 @@ def _dro(logprobs: Tensor, inputs: Inputs, options: Options, datum: Tensor) -> T
 def _gspo(logprobs: Tensor, inputs: Inputs, options: Options, datum: Tensor) -> Tensor:
     """GSPO-token, arXiv:2507.18071: a datum's ratio is the geometric mean over its sequence_ratio_mask."""
     is_counted = (inputs["sequence_ratio_mask"] != 0).to(logprobs.dtype)
-    size = int(datum.max()) + 1
     gap = (logprobs.detach() - inputs["logprobs"]) * is_counted
-    counts = logprobs.new_zeros(size).index_add(0, datum, is_counted)
-    mean = logprobs.new_zeros(size).index_add(0, datum, gap) / counts.clamp_min(1)
+    zeros = torch.zeros_like(logprobs)  # there are at most as many data as targets
+    mean = zeros.index_add(0, datum, gap) / zeros.index_add(0, datum, is_counted).clamp_min(1)
     ratio = (mean[datum] + logprobs - logprobs.detach()).exp()
     return _clipped(ratio, inputs, options)
 
@@ -89,8 +117,7 @@ def _clipped(ratio: Tensor, inputs: Inputs, options: Options) -> Tensor:
 
 
 def _clip(ratio: Tensor, options: Options) -> Tensor:
-    low, high = (torch.as_tensor(options[f"clip_{end}_threshold"]).to(ratio) for end in ("low", "high"))
-    return ratio.clamp(low, high)
+    return ratio.clamp(min=options["clip_low_threshold"]).clamp(max=options["clip_high_threshold"])
 
 
 LOSSES = {
@@ -126,3 +153,36 @@ def loss_of(name: str, options: Mapping[str, float | str]) -> tuple[Loss, dict[s
             raise UserError(f"loss_fn_config.{option}: expected a finite number, got {shorten(value)}")
         chosen[option] = float(value)
     return loss, chosen
+
+
+class Evaluation:
+    """Computes a loss from the log-probs of all targets, and keeps both.
+
+    Attributes:
+        logprobs, losses: [N] fp32.
+    """
+
+    logprobs: Tensor
+    losses: Tensor
+
+    def __init__(self, loss: Loss, options: Mapping[str, float], data: Sequence[Datum], device: torch.device):
+        def flat(name: str) -> Tensor:
+            """Returns an input of all targets; an option where a datum does not override it."""
+            parts = [
+                np.full(datum.inputs["target_tokens"].size, options.get(name, 0.0), np.float32)
+                if name not in datum.inputs
+                else datum.inputs[name].ravel().astype(np.float32)
+                for datum in data
+            ]
+            return torch.from_numpy(np.concatenate(parts)).to(device)
+
+        given = {name for datum in data for name in datum.inputs} - {"target_tokens"}
+        self.loss, self.inputs = loss, {name: flat(name) for name in given}
+        self.options = {name: self.inputs.get(name, value) for name, value in options.items()}
+        sizes = [datum.inputs["target_tokens"].size for datum in data]
+        self.datum = torch.from_numpy(np.repeat(np.arange(len(data)), sizes)).to(device)
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor | None = None) -> Tensor:
+        losses = self.loss.function(logprobs, self.inputs, self.options, self.datum)
+        self.logprobs, self.losses = logprobs.detach().float(), losses.detach().float()
+        return losses.sum()

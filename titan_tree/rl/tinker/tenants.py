@@ -16,7 +16,7 @@ import random
 import threading
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -46,12 +46,12 @@ from titan_tree.rl.rollouts import Chat
 from titan_tree.rl.sampler import Sampler
 from titan_tree.rl.settings import RLRunConfig
 from titan_tree.rl.tinker.forest import DataForest
-from titan_tree.rl.tinker.losses import Loss, loss_of
+from titan_tree.rl.tinker.losses import Evaluation, loss_of
 from titan_tree.rl.truncation import Truncation
 from titan_tree.run.model_setup import build_parallel_model, share_base
 from titan_tree.scoring.score_trees import tree_logprobs
 from titan_tree.serve.tinker.api import META, Weights
-from titan_tree.serve.tinker.wire import Datum, Pass, PassResult, Sample, Sequences, required
+from titan_tree.serve.tinker.wire import Pass, PassResult, Sample, Sequences
 
 ALPHA = 32.0  # of adapters of any rank, as in Tinker (thinkingmachines.ai/blog/lora)
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
@@ -133,7 +133,7 @@ class Tenants:
         loss, _ = loss_of(call.loss, call.options)
         if not call.data:
             raise UserError("data: expected at least one datum, got none")
-        required(call.data, loss.names)
+        loss.check(call.data)
         vocab_size = self.base.config.vocab_size
         for index, datum in enumerate(call.data):
             targets = datum.inputs["target_tokens"]
@@ -158,7 +158,7 @@ class Tenants:
         data = [datum for call in calls for datum in call.data]
         forest = DataForest.of(data, self.config.serve.merge)
         sizes = [datum.inputs["target_tokens"].size for datum in data]
-        evaluate = _Evaluation(loss, options, data, self.device)
+        evaluate = Evaluation(loss, options, data, self.device)
         partition = self.config.partition
         with self.lock:
             step = TreeStep(
@@ -390,39 +390,6 @@ class Tenants:
             mesh = OneRank(self.device.type)
             return Tenant(build_parallel_model(config.model, config.training, config.parallel, mesh), None)
         return Tenant(share_base(copy.deepcopy(self.base), config.training), None)
-
-
-class _Evaluation:
-    """Computes a loss from the log-probs of all targets, and keeps both.
-
-    Attributes:
-        logprobs, losses: [N] fp32.
-    """
-
-    logprobs: Tensor
-    losses: Tensor
-
-    def __init__(self, loss: Loss, options: Mapping[str, float], data: Sequence[Datum], device: torch.device):
-        def flat(name: str) -> Tensor:
-            """Returns an input of all targets; an option where a datum does not override it."""
-            parts = [
-                np.full(datum.inputs["target_tokens"].size, options.get(name, 0.0), np.float32)
-                if name not in datum.inputs
-                else datum.inputs[name].ravel().astype(np.float32)
-                for datum in data
-            ]
-            return torch.from_numpy(np.concatenate(parts)).to(device)
-
-        given = {name for datum in data for name in datum.inputs} - {"target_tokens"}
-        self.loss, self.inputs = loss, {name: flat(name) for name in given}
-        self.options = {name: self.inputs.get(name, value) for name, value in options.items()}
-        sizes = [datum.inputs["target_tokens"].size for datum in data]
-        self.datum = torch.from_numpy(np.repeat(np.arange(len(data)), sizes)).to(device)
-
-    def __call__(self, logprobs: Tensor, entropy: Tensor | None = None) -> Tensor:
-        losses = self.loss.function(logprobs, self.inputs, self.options, self.datum)
-        self.logprobs, self.losses = logprobs.detach().float(), losses.detach().float()
-        return losses.sum()
 
 
 def _targets(model: TreeModel, adapter: types.LoraConfig) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ n tokens of a datum; k targets per token, where a datum has several.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -261,35 +260,3 @@ def write_sequences(result: Sequences) -> bytes:
     if result.prompt_logprobs is not None:
         out.prompt_logprobs = result.prompt_logprobs.astype(np.float32).tobytes()
     return out.SerializeToString()
-
-
-def required(data: Sequence[Datum], names: Mapping[str, bool]) -> None:
-    """Checks that all data have the inputs of a loss, one number per token, or k numbers.
-
-    Args:
-        names: of the inputs; whether a datum must have it.
-    Raises:
-        UserError: an input is missing, unknown, or of another shape.
-    """
-    for index, datum in enumerate(data):
-        where = f"data[{index}]"
-        if not len(datum.tokens):
-            raise UserError(f"{where}.model_input: expected at least one token, got none")
-        if unknown := sorted(datum.inputs.keys() - names.keys()):
-            raise UserError(f"{where}.{unknown[0]}: expected only {', '.join(names)} for this loss")
-        shape = datum.inputs["target_tokens"].shape if "target_tokens" in datum.inputs else ()
-        for name, is_required in names.items():
-            if name not in datum.inputs:
-                if is_required:
-                    raise UserError(f"{where}.{name}: missing; this loss reads {', '.join(names)}")
-                continue
-            got = datum.inputs[name]
-            if got.shape != shape or len(got) != len(datum.tokens) or 0 in got.shape:
-                raise UserError(
-                    f"{where}.{name}: expected {len(datum.tokens)} entries, one per token, and as many "
-                    f"as target_tokens, got shape {list(got.shape)}"
-                )
-            if name == "target_tokens" and got.dtype.kind != "i":
-                raise UserError(f"{where}.{name}: expected integers, got {got.dtype} numbers")
-            if not np.isfinite(got).all():
-                raise UserError(f"{where}.{name}: expected finite numbers, got {got[~np.isfinite(got)][0]}")
