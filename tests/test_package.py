@@ -110,8 +110,7 @@ def allowed(package: str) -> set[Path]:
     if package == "aiohttp":
         return {ROOT / "serve" / "agent_server.py", ROOT / "serve" / "tinker" / "api.py"}
     if package == "tinker":
-        tenants = ROOT / "rl" / "tinker" / "tenants.py"
-        return {ROOT / "serve" / "tinker" / "api.py", ROOT / "serve" / "tinker" / "wire.py", tenants}
+        return {*(ROOT / "serve" / "tinker").glob("*.py"), *(ROOT / "rl" / "tinker").glob("*.py")}
     if package == "trl":
         return set()  # integrations get its objects
     if package == "verl":

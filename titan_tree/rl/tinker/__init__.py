@@ -2,5 +2,6 @@
 
 forest.py   DataForest: the sequences of data as one tree, with any targets
 losses.py   the losses that clients name
-tenants.py  Tenants: models that share one frozen base, each with its adapter or with all weights
+tenant.py   Tenant: one model with its optimizer, its files and its samplers
+tenants.py  Tenants: the models that share one frozen base, each with its adapter or with all weights
 """

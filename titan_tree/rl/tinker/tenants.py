@@ -17,36 +17,28 @@ import threading
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from tinker import types
-from torch import Tensor, nn
 
 from titan_tree.components.lora import LoRA
 from titan_tree.components.tree_partitioner.partitioner import TreePartitioner
 from titan_tree.distributed.mesh import OneRank
-from titan_tree.distributed.optimizers import clip_and_step
 from titan_tree.engine.tree_step import TreeStep
-from titan_tree.errors import UserError, shorten
+from titan_tree.errors import UserError
 from titan_tree.integrations.rows import RowLoss
 from titan_tree.models.hf.save import all_or_nothing
 from titan_tree.models.hf.snapshot_files import write_json
 from titan_tree.models.lora.adapters import adaptable
-from titan_tree.models.lora.peft import save_adapter
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.rl.generate_sampler import default_sampler
 from titan_tree.rl.rollouts import Chat
-from titan_tree.rl.sampler import Sampler
 from titan_tree.rl.settings import RLRunConfig
 from titan_tree.rl.tinker.forest import DataForest
 from titan_tree.rl.tinker.losses import Evaluation, loss_of
+from titan_tree.rl.tinker.tenant import Tenant
 from titan_tree.rl.truncation import Truncation
 from titan_tree.run.model_setup import build_parallel_model, share_base
 from titan_tree.scoring.score_trees import tree_logprobs
@@ -54,45 +46,7 @@ from titan_tree.serve.tinker.api import META, Weights
 from titan_tree.serve.tinker.wire import Pass, PassResult, Sample, Sequences
 
 ALPHA = 32.0  # of adapters of any rank, as in Tinker (thinkingmachines.ai/blog/lora)
-WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
-GREEDY = 1e-5  # below this temperature, logits divided by it overflow; vLLM has the same limit
 KEPT = 64  # sampled adapters that stay in memory; of models with weights of their own, only one does
-
-
-@dataclass(eq=False)
-class Tenant:
-    """A model that one client trains.
-
-    Attributes:
-        adapter: what LoRA adapts; None: all weights are trained.
-        has_lost: whether gradients since the last step are gone, because a pass has failed on its way.
-    """
-
-    model: TreeModel
-    adapter: types.LoraConfig | None
-    has_lost: bool = False
-    samplers: dict[tuple[Truncation, float], Sampler] = field(default_factory=dict)
-
-    @cached_property
-    def optimizer(self) -> torch.optim.AdamW:
-        """The optimizer of the weights. Its learning rate and other numbers come with each step."""
-        fused = self.model.embedding_weight.is_cuda
-        return torch.optim.AdamW(self.weights.values(), fused=fused, lr=0.0)
-
-    def sampler(self, truncation: Truncation, temperature: float) -> Sampler:
-        """Returns a sampler of the weights, always the same one, since it keeps CUDA graphs.
-
-        At temperature 0, it draws the likeliest id, whose probability among the kept ids is 1.
-        """
-        key = (Truncation(top_k=1), 1.0) if temperature < GREEDY else (truncation, temperature)
-        if key not in self.samplers:
-            self.samplers[key] = default_sampler(self.model, *key)
-        return self.samplers[key]
-
-    @cached_property
-    def weights(self) -> dict[str, nn.Parameter]:
-        """The weights that are trained, by name."""
-        return {name: w for name, w in self.model.named_parameters() if w.requires_grad}
 
 
 class Tenants:
@@ -192,56 +146,16 @@ class Tenants:
         return results
 
     def step(self, model: str, params: types.AdamParams) -> dict[str, float]:
-        """Steps a tenant's optimizer with the gradients since its last step. Returns metrics.
-
-        Raises:
-            UserError: there are no gradients, or they are not finite. They are then gone, and the weights
-                stay as they are.
-        """
+        """Steps a tenant's optimizer, see ``Tenant.step``. Returns metrics."""
         tenant = self._tenant(model)
         with self.lock:
-            if tenant.has_lost:
-                tenant.has_lost = False
-                tenant.optimizer.zero_grad()
-                raise UserError(
-                    "optim_step: a pass before it failed, and its gradients are gone; repeat all passes"
-                )
-            if all(weight.grad is None for weight in tenant.weights.values()):
-                raise UserError("optim_step: expected gradients of forward_backward, got none; call it first")
-            for group in tenant.optimizer.param_groups:
-                group.update(
-                    lr=params.learning_rate,
-                    betas=(params.beta1, params.beta2),
-                    eps=params.eps,
-                    weight_decay=params.weight_decay,
-                )
-            limit = params.grad_clip_norm if params.grad_clip_norm > 0 else float("inf")
-            norm = float(clip_and_step([tenant.optimizer], torch.zeros((), device=self.device), limit))
-            tenant.optimizer.zero_grad()
-        if not np.isfinite(norm):
-            raise UserError(
-                f"optim_step: expected finite gradients, got norm {norm}; the weights stay as they are; "
-                "check advantages and log-probs"
-            )
-        return {"grad_norm:mean": norm}
+            return {"grad_norm:mean": tenant.step(params)}
 
     def save(self, model: str, folder: Path, meta: dict[str, Any]) -> None:
-        """Writes a tenant's weights and optimizer states into a new folder, with ``meta``.
-
-        An adapter is also written as PEFT does, for engines that sample.
-        """
+        """Writes a tenant into a new folder, see ``Tenant.save``, with ``meta``."""
         tenant = self._tenant(model)
         with self.lock, all_or_nothing(folder) as temporary:
-            weights = tenant.weights
-            save_file({name: w.detach().contiguous() for name, w in weights.items()}, temporary / WEIGHTS)
-            states = {
-                f"{name}.{key}": value
-                for name, weight in weights.items()
-                for key, value in tenant.optimizer.state.get(weight, {}).items()
-            }
-            save_file(states, temporary / OPTIMIZER)
-            if tenant.adapter is not None:
-                save_adapter(tenant.model, temporary / "adapter", source=self.config.model.hf_path)
+            tenant.save(temporary, self.config.model.hf_path)
             write_json(temporary / META, meta)
 
     def load(self, model: str, folder: Path, adapter: types.LoraConfig | None, with_optimizer: bool) -> None:
@@ -254,14 +168,7 @@ class Tenants:
             tenant = self._tenants.get(model) or self._new(adapter, is_trained=True)
             if _covered(tenant.adapter) != _covered(adapter):
                 raise UserError(f"load_weights: expected weights of {tenant.adapter}, got {adapter}")
-            states = _read(folder / OPTIMIZER, self.device) if with_optimizer else {}
-            _fill(tenant, folder)
-            tenant.optimizer.state.clear()
-            for key, state in states.items():
-                name, _, kind = key.rpartition(".")
-                tenant.optimizer.state[tenant.weights[name]][kind] = state
-            tenant.optimizer.zero_grad()
-            tenant.has_lost = False
+            tenant.load(folder, with_optimizer)
             self._tenants[model] = tenant
 
     def snapshot(self, model: str, name: str) -> None:
@@ -344,7 +251,7 @@ class Tenants:
                 raise UserError("sampling_session_id: these weights are gone; save them with a name")
             else:
                 tenant = self._new(weights[1], is_trained=False)
-                _fill(tenant, weights[0])
+                tenant.load_weights(weights[0])
                 self._keep(name, tenant)
         self._sampled.move_to_end(name)
         return self._sampled[name]
@@ -410,26 +317,6 @@ def _targets(model: TreeModel, adapter: types.LoraConfig) -> tuple[str, ...]:
 def _covered(adapter: types.LoraConfig | None) -> types.LoraConfig | None:
     """Returns what decides the names and shapes of the weights."""
     return None if adapter is None else adapter.model_copy(update={"seed": None})
-
-
-def _read(file: Path, device: torch.device) -> dict[str, Tensor]:
-    """Returns the tensors of a file that ``save`` wrote. Raises UserError if it is damaged."""
-    try:
-        return load_file(file, str(device))
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file}: expected what this server saved, but it is damaged: {error}") from None
-
-
-def _fill(tenant: Tenant, folder: Path) -> None:
-    """Copies the weights in a folder into a tenant. Raises UserError if they are others."""
-    stored, own = _read(folder / WEIGHTS, torch.device("cpu")), dict(tenant.model.named_parameters())
-    if not tenant.weights.keys() <= stored.keys() <= own.keys():
-        raise UserError(
-            f"{folder}: expected the weights {shorten(sorted(own))}, got {shorten(sorted(stored))}"
-        )
-    with torch.no_grad():
-        for name, weight in stored.items():
-            own[name].copy_(weight)
 
 
 def _seeds(sample: Sample) -> list[int]:
