@@ -4,6 +4,7 @@ python -m tests.docs.recipes_table
 """
 
 import re
+import textwrap
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ def table() -> str:
         cells = [f"[{card['recipe']}](data/cards/{name})", run]
         rows.append("| " + " | ".join([*cells, card["speed"], card["result"], card["unchecked"]]) + " |\n")
     missing = sorted(recipes() - {card["recipe"] for card in cards().values()})
-    return f"{HEAD}{''.join(rows)}\nWithout a card: {', '.join(missing)}.\n"
+    without = textwrap.fill(f"Without a card: {', '.join(missing)}.", 120, break_on_hyphens=False)
+    return f"{HEAD}{''.join(rows)}\n{without}\n"
 
 
 if __name__ == "__main__":

@@ -195,7 +195,7 @@ def test_one_teacher_must_not_contradict_itself_on_shared_tokens():
         (
             [None, {2: -1}, {3: -1, 5: -2}],
             {"sampling_mask": [None, None, [3, 4]]},
-            "of token 2: expected ids of the sampling mask, outside of which the student's .* got 5; remove",
+            "of token 2: expected ids of the sampling mask, because the student .* got 5; remove",
         ),
     ],
 )

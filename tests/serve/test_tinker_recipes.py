@@ -73,7 +73,7 @@ def test_guess_number(url: str, tmp_path: Path) -> None:
 
 def test_sl_loop(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It learns, is stopped, and continues with the optimizer's states from its last checkpoint."""
-    chat = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "It is said."}]
+    chat = [{"role": "user", "content": "Greet me."}, {"role": "assistant", "content": "Good morning."}]
     rows = datasets.Dataset.from_list([{"messages": chat}] * 24)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: datasets.DatasetDict(train=rows))
     settings = {"model_name": MODEL, "batch_size": 4, "learning_rate": 5e-3, "lora_rank": 4, "save_every": 2}

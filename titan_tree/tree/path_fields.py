@@ -284,7 +284,7 @@ def teacher_topk_of(
         kept = np.repeat(np.arange(len(tokens)), sampling_mask.sizes) << 32 | sampling_mask.ids
         bad = (sampling_mask.sizes[token_of_id] > 0) & ~np.isin(keys, kept)
         if bad.any():
-            expected = "ids of the sampling mask, outside of which the student's probability is 0"
+            expected = "ids of the sampling mask, because the student gives all others probability 0"
             got = f"{ids[bad.argmax()]}; remove sampling_mask, or score the teacher with it"
             raise wrong(f"teacher_topk of token {token_of_id[bad.argmax()]}", expected, got)
     return targets if len(ids) else None
