@@ -9,20 +9,20 @@ from tests.docs.dense_step import LIST, PAGE, table
 from tests.support.house import circles, counts, traced_step
 
 LIMITS = {
-    "files": 349,
-    "lines": 63_183,
+    "files": 351,
+    "lines": 63_244,
     "files of the core": 239,
-    "lines of the core": 45_463,
-    "classes": 472,
+    "lines of the core": 45_475,
+    "classes": 473,
     "rooms": 19,
     "arrows between rooms": 105,
     "arrows with types": 114,
     "files in circles": 0,
     "files reached from the trainer": 164,
-    "lines reached from the trainer": 31_764,
+    "lines reached from the trainer": 31_776,
     "Any": 398,
-    "words of documentation": 55_780,
-    "lines of tests": 60_321,
+    "words of documentation": 55_781,
+    "lines of tests": 60_322,
     "files acting in a dense step": 86,
     "classes acting in a dense step": 75,
 }
