@@ -22,15 +22,16 @@ LIMITS = {
     "lines reached from the trainer": 31_776,
     "Any": 398,
     "words of documentation": 55_781,
-    "lines of tests": 60_322,
+    "lines of tests": 60_325,
     "files acting in a dense step": 86,
     "classes acting in a dense step": 75,
 }
 
 
 def test_no_count_of_the_house_has_grown() -> None:
-    assert counts().keys() == LIMITS.keys()
-    grown = {name: (number, LIMITS[name]) for name, number in counts().items() if number > LIMITS[name]}
+    found = counts()
+    assert found.keys() == LIMITS.keys()
+    grown = {name: (number, LIMITS[name]) for name, number in found.items() if number > LIMITS[name]}
     assert not grown, "count, limit: delete a concept, or raise the limit with a page in docs/decisions/"
 
 

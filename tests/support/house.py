@@ -76,6 +76,8 @@ def _imported(node: ast.AST, types: bool) -> Iterator[str]:
         yield node.module
         yield from (f"{node.module}.{alias.name}" for alias in node.names)
     for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):  # no import stands within one
+            continue
         is_for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
         if types or not is_for_types:
             yield from _imported(child, types)
