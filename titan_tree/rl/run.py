@@ -33,8 +33,8 @@ from titan_tree.tree.paths import TokenPath
 
 logger = logging.getLogger(__name__)
 
-# Keys that determine random weights.
-RANDOM_WEIGHTS = ("model.flavor", "model.name", "model.overrides.", "training.seed")
+# Keys that determine the weights before the warm start.
+FIRST_WEIGHTS = ("model.flavor", "model.hf_path", "model.name", "model.overrides.", "training.seed")
 
 
 class WarmStart(EpisodeTrainer):
@@ -180,7 +180,7 @@ def after_warm_start(config: RLRunConfig, sampler: Sampler | None = None) -> RLR
     # Older versions wrote keys of reinforcement learning, too.
     with imports_refused():  # of code that ``config`` does not name
         earlier = warm_start_config(load_tables(RLRunConfig, folder / "config.toml"))
-    decisive, other = config_changes(dataclasses.asdict(earlier), warm, (*DECISIVE, *RANDOM_WEIGHTS))
+    decisive, other = config_changes(dataclasses.asdict(earlier), warm, (*DECISIVE, *FIRST_WEIGHTS))
     if decisive:
         raise UserError(
             f"{folder}: its warm start had other settings: {', '.join(decisive)}; restore them, or choose "

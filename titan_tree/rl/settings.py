@@ -181,9 +181,3 @@ class RLRunConfig(Config):
             "another one than 'none', because the sizes of sampled trees are not known before",
             "'none'",
         )
-        require(
-            self.warm_start.steps == 0 or self.model.flavor,
-            "warm_start.steps",
-            "0 with model.hf_path, because the warm start trains a model with random weights",
-            self.warm_start.steps,
-        )
