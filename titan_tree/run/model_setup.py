@@ -42,6 +42,7 @@ def build_parallel_model(
     parallel: ParallelConfig,
     mesh: DeviceMesh | OneRank,
     lora: LoRAConfig | None = None,
+    is_frozen: bool = False,
 ) -> TreeModel:
     """Returns the model, parallelized over ``mesh``, with fp32 weights from a snapshot or random ones.
 
@@ -50,9 +51,14 @@ def build_parallel_model(
 
     Otherwise, no rank ever holds the whole model. The model is created on the meta device and sharded; then
     each rank reads or draws its own shards. Random weights are the same for any number of ranks.
+
+    Args:
+        is_frozen: a snapshot on one rank is read in the dtype of the computation, so fp32 never takes memory.
     """
     with torch.device("meta"):
         built = build_model_without_weights(model)
+    if is_frozen and model.hf_path and mesh.size() == 1:
+        _cast_weights(built, training)
     if lora is not None and lora.is_on:
         _build_with_lora(built, lora, model, training, parallel, mesh)
     else:
@@ -68,12 +74,16 @@ def build_frozen_model(
     lora: LoRAConfig | None = None,
 ) -> TreeModel:
     """Returns ``build_parallel_model``'s model with frozen weights; on one rank, in the dtype of training."""
-    frozen = build_parallel_model(model, training, parallel, mesh, lora)
+    frozen = build_parallel_model(model, training, parallel, mesh, lora, is_frozen=True)
     frozen.requires_grad_(False)
     if mesh.size() == 1:
-        for weight in frozen.parameters():  # cast once instead of in every step
-            weight.data = weight.data.to(getattr(torch, training.dtype))
+        _cast_weights(frozen, training)  # random ones: once instead of in every step
     return frozen
+
+
+def _cast_weights(model: TreeModel, training: TrainingConfig) -> None:
+    for weight in model.parameters():
+        weight.data = weight.data.to(getattr(torch, training.dtype))
 
 
 def build_base(model: ModelConfig, training: TrainingConfig, device: str) -> TreeModel:
