@@ -227,6 +227,7 @@ def train_through_trl(args: argparse.Namespace, config: RLRunConfig, contender: 
 
     rl, groups, steps = config.rl, config.data.global_batch_groups, config.training.steps or 1
     folder, is_gpu, rows = str(config.model.hf_path), torch.cuda.is_available(), list[dict[str, Any]]()
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients can be NaN (pytorch/pytorch#196678)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     chat, sampler = Chat(TreeTokenizer.load(folder)), Generate(model)
 

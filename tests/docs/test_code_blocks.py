@@ -16,7 +16,7 @@ from tests.support.cases import for_each
 from tests.support.markdown import anchors, blocks, links
 from tests.support.page_runner import PAGES, ROOT, run_page, runnable_blocks
 
-NOT_RUN = 1  # blocks with the comment
+NOT_RUN = 2  # blocks with the comment
 
 NUMBER = re.compile(r"-?\d+\.\d+(?:e[+-]?\d+)?")
 

@@ -10,6 +10,7 @@ import titan_tree.rl.run
 from tests.support.rl_runs import tiny
 from titan_tree.config.toml import dump_config
 from titan_tree.errors import UserError
+from titan_tree.models.pretrained import load_pretrained
 from titan_tree.rl.run import after_warm_start, run, warm_start_config
 from titan_tree.rl.settings import RLRunConfig
 
@@ -105,3 +106,14 @@ def test_a_warm_start_of_an_older_version_wrote_more_keys(finished: Path) -> Non
     assert "branches = 0" in text
     after_warm_start(short(finished, "rl.rollouts=5"))
     file.write_text(text)
+
+
+def test_a_warm_start_begins_with_the_weights_of_a_snapshot(finished: Path, tmp_path: Path) -> None:
+    snapshot = str(finished / "warm_start" / "hf")
+    from_snapshot = ("model.flavor=null", "model.overrides={}", "warm_start.lr=1e-9")
+    config = after_warm_start(short(tmp_path, *from_snapshot, f"model.hf_path={snapshot}"))
+    before, after = (load_pretrained(folder).state_dict() for folder in (snapshot, config.model.hf_path))
+    for name, weight in before.items():
+        assert weight.allclose(after[name], rtol=2**-7, atol=1e-6), name  # an ulp of bf16
+    with pytest.raises(UserError, match=r"its warm start had other settings: model\.hf_path: "):
+        after_warm_start(short(tmp_path, *from_snapshot, f"model.hf_path={config.model.hf_path}"))
