@@ -345,6 +345,10 @@ def test_a_file_of_tasks(tmp_path: Path) -> None:
         ({}, 'rl.agent.command and rl.agent.tasks: expected both with the environment "agent"'),
         ({"command": ["a"]}, "rl.agent.command and rl.agent.tasks: expected both"),
         ({"command": ["a"], "tasks": "none.jsonl"}, "rl.agent.tasks: none.jsonl: No such file"),
+        (
+            {"command": ["a", "{name}"], "tasks": "tasks"},
+            "rl.agent.command: expected a field of tasks in braces, or one of key, model, openai_url, url",
+        ),
         ({"command": ["a"], "tasks": "empty"}, "rl.agent.tasks: empty: expected tasks, got an empty file"),
         ({"command": ["a"], "tasks": "list"}, "list:1: expected one JSON object per line, got int"),
         ({"command": "a b"}, "rl.agent.command: expected a list in which every item is text, got 'a b'"),
@@ -359,6 +363,7 @@ def test_wrong_settings(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").touch()
     (tmp_path / "list").write_text("3\n")
+    (tmp_path / "tasks").write_text('{"id": 1}\n')
     with pytest.raises(UserError, match=re.escape(message)):
         TaskFile(AgentConfig(**settings))
 

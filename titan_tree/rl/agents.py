@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MODEL = "policy"  # the name under which programs find the model
+IN_BRACES = re.compile(r"\{(\w+)\}")  # a name that a value replaces
+VALUES = {"url", "openai_url", "key", "model"}  # what words of a command may name beside fields of the task
 POLL_S = 0.05  # seconds until a signal ends the wait for programs
 
 Grader = Callable[[dict[str, Any], Path, int], float]  # of a task, its working folder and the exit status
@@ -60,6 +62,13 @@ class TaskFile:
             raise UserError(f"rl.agent.tasks: {config.tasks}: {error.strerror}") from None
         if not self.tasks:
             raise UserError(f"rl.agent.tasks: {config.tasks}: expected tasks, got an empty file")
+        names = VALUES.union(*self.tasks)
+        for word in config.command:
+            if (found := IN_BRACES.fullmatch(word)) and found[1] not in names:
+                raise UserError(
+                    f"rl.agent.command: expected a field of {config.tasks} in braces, or one of "
+                    f"{', '.join(sorted(VALUES))}, got {word!r}"
+                )
 
     def task(self, draw: random.Random) -> AgentTask:
         """Returns a random task of the file."""
@@ -97,7 +106,7 @@ def grader(reward: str) -> Grader:
 
 def filled(text: str, values: Mapping[str, object]) -> str:
     """Returns a text with values in place of their names in braces. Other words in braces stay."""
-    return re.sub(r"\{(\w+)\}", lambda found: str(values.get(found[1], found[0])), text)
+    return IN_BRACES.sub(lambda found: str(values.get(found[1], found[0])), text)
 
 
 def play_agents(
@@ -159,15 +168,14 @@ def play_agents(
         if not (paths := taken.paths() if taken else []):
             raise UserError(
                 f"{session}: expected calls of the model, got none in {ended.seconds:.1f} s ({ended.cause}, "
-                f"status {ended.status}) from {shorten(list(task.command))}, which printed: {ended.tail}"
+                f"status {ended.status}) from {shorten(list(task.command))}, which printed: "
+                f"{ended.tail or 'nothing'}"
             )
         rollouts.append(rollout_of(paths, reward, is_cut_off=ended.cause == "time limit"))
     failed = [ended for ended, _ in played if ended.status]
     if failed and len(failed) == len(tasks):
-        how = f"{failed[0].cause}, status {failed[0].status}"
-        logger.warning(
-            "rl.agent: all %d programs failed; one (%s) printed: %s", len(tasks), how, failed[0].tail
-        )
+        how, tail = f"{failed[0].cause}, status {failed[0].status}", failed[0].tail or "nothing"
+        logger.warning("rl.agent: all %d programs failed; one (%s) printed: %s", len(tasks), how, tail)
     return rollouts
 
 
