@@ -42,7 +42,6 @@ def build_parallel_model(
     parallel: ParallelConfig,
     mesh: DeviceMesh | OneRank,
     lora: LoRAConfig | None = None,
-    is_frozen: bool = False,
 ) -> TreeModel:
     """Returns the model, parallelized over ``mesh``, with fp32 weights from a snapshot or random ones.
 
@@ -51,19 +50,26 @@ def build_parallel_model(
 
     Otherwise, no rank ever holds the whole model. The model is created on the meta device and sharded; then
     each rank reads or draws its own shards. Random weights are the same for any number of ranks.
-
-    Args:
-        is_frozen: a snapshot on one rank is read in the dtype of the computation, so fp32 never takes memory.
     """
     with torch.device("meta"):
         built = build_model_without_weights(model)
-    if is_frozen and model.hf_path and mesh.size() == 1:
-        _cast_weights(built, training)
+    _fill(built, model, training, parallel, mesh, lora)
+    return built
+
+
+def _fill(
+    built: TreeModel,
+    model: ModelConfig,
+    training: TrainingConfig,
+    parallel: ParallelConfig,
+    mesh: DeviceMesh | OneRank,
+    lora: LoRAConfig | None,
+) -> None:
+    """Parallelizes a model on the meta device, and gives it its weights, and LoRA if it is on."""
     if lora is not None and lora.is_on:
         _build_with_lora(built, lora, model, training, parallel, mesh)
     else:
         _parallelize_and_load(built, model, training, parallel, mesh, mesh.device_type)
-    return built
 
 
 def build_frozen_model(
@@ -73,11 +79,18 @@ def build_frozen_model(
     mesh: DeviceMesh | OneRank,
     lora: LoRAConfig | None = None,
 ) -> TreeModel:
-    """Returns ``build_parallel_model``'s model with frozen weights; on one rank, in the dtype of training."""
-    frozen = build_parallel_model(model, training, parallel, mesh, lora, is_frozen=True)
+    """Returns ``build_parallel_model``'s model with frozen weights; on one rank, in the dtype of training.
+
+    One rank reads a snapshot in this dtype. Random weights are drawn in fp32, and then cast.
+    """
+    with torch.device("meta"):
+        frozen = build_model_without_weights(model)
+    if mesh.size() == 1 and model.hf_path:
+        _cast_weights(frozen, training)
+    _fill(frozen, model, training, parallel, mesh, lora)
     frozen.requires_grad_(False)
     if mesh.size() == 1:
-        _cast_weights(frozen, training)  # random ones: once instead of in every step
+        _cast_weights(frozen, training)
     return frozen
 
 
