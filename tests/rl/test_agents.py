@@ -347,7 +347,7 @@ def test_a_file_of_tasks(tmp_path: Path) -> None:
         ({"command": ["a"], "tasks": "none.jsonl"}, "rl.agent.tasks: none.jsonl: No such file"),
         (
             {"command": ["a", "{name}"], "tasks": "tasks"},
-            "rl.agent.command: expected a field of tasks in braces, or one of key, model, openai_url, url",
+            "rl.agent.command: expected a field of tasks in braces, or one of url, openai_url, key, model",
         ),
         ({"command": ["a"], "tasks": "empty"}, "rl.agent.tasks: empty: expected tasks, got an empty file"),
         ({"command": ["a"], "tasks": "list"}, "list:1: expected one JSON object per line, got int"),

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 MODEL = "policy"  # the name under which programs find the model
 IN_BRACES = re.compile(r"\{(\w+)\}")  # a name that a value replaces
-VALUES = {"url", "openai_url", "key", "model"}  # what words of a command may name beside fields of the task
 POLL_S = 0.05  # seconds until a signal ends the wait for programs
 
 Grader = Callable[[dict[str, Any], Path, int], float]  # of a task, its working folder and the exit status
@@ -62,12 +61,13 @@ class TaskFile:
             raise UserError(f"rl.agent.tasks: {config.tasks}: {error.strerror}") from None
         if not self.tasks:
             raise UserError(f"rl.agent.tasks: {config.tasks}: expected tasks, got an empty file")
-        names = VALUES.union(*self.tasks)
+        of_server = values_of_server("", "")
+        names = of_server.keys() | set().union(*self.tasks)
         for word in config.command:
             if (found := IN_BRACES.fullmatch(word)) and found[1] not in names:
                 raise UserError(
                     f"rl.agent.command: expected a field of {config.tasks} in braces, or one of "
-                    f"{', '.join(sorted(VALUES))}, got {word!r}"
+                    f"{', '.join(of_server)}, got {word!r}"
                 )
 
     def task(self, draw: random.Random) -> AgentTask:
@@ -102,6 +102,11 @@ def grader(reward: str) -> Grader:
             raise UserError(f"expected a number in {name} with exit status 0: {error}") from None
 
     return from_file
+
+
+def values_of_server(url: str, key: str) -> dict[str, str]:
+    """Returns what words of a command may name beside fields of the task: how to reach the model."""
+    return {"url": url, "openai_url": f"{url}/v1", "key": key, "model": MODEL}
 
 
 def filled(text: str, values: Mapping[str, object]) -> str:
@@ -203,7 +208,7 @@ def rollout_of(paths: Sequence[SessionPath], reward: float, is_cut_off: bool) ->
 
 def _play(session: str, task: AgentTask, url: str, key: str, processes: Processes) -> tuple[Ended, float]:
     """Runs the program of a task in a new folder. Returns how it ended, and its reward."""
-    values = {"url": url, "openai_url": f"{url}/v1", "key": key, "model": MODEL}
+    values = values_of_server(url, key)
     with TemporaryDirectory(prefix="titan-tree-agent-", ignore_cleanup_errors=True) as parent:
         folder = Path(parent, "work")
         try:
